@@ -9,6 +9,7 @@ step for step in the tests.
 import importlib.util
 import math
 import os
+import sys
 from statistics import NormalDist
 
 import torch
@@ -121,6 +122,7 @@ class BatchedStagHunt:
         choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
         self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
                                    device=self.device)
+        self.blocks = turned_blocks().to(self.device)
         self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
         self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
@@ -172,21 +174,23 @@ class BatchedStagHunt:
         board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def draw_free(self, n):
-        """Draws the free cells of n boards [n, H, W]: obstacles that cut a board are drawn again."""
-        free = torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device)
-        if not self.max_blocks:
-            return free
-        shapes = turned_blocks().to(self.device)
+    def place_blocks(self, free):
+        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
+        n = len(free)
         for _ in range(self.max_blocks):
-            shape = torch.randint(len(shapes), (n,), generator=self.generator, device=self.device)
+            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
             place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + shapes[shape, :, 0]  # [n, 4]
-            column = place % self.width + shapes[shape, :, 1]
+            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
+            column = place % self.width + self.blocks[shape, :, 1]
             inside = (row < self.height) & (column < self.width)
             spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            fits = (inside & free.flatten(1).gather(1, spot)).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & free.flatten(1).gather(1, spot)).view_as(free)
+            empty = free.flatten(1).gather(1, spot)
+            fits = (inside & empty).all(1, keepdim=True)
+            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
+        return free
+
+    def cut_boards(self, free):
+        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
         reached = torch.zeros_like(free).flatten(1)
         reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
         reached = reached.view_as(free)
@@ -198,11 +202,19 @@ class BatchedStagHunt:
             wider[:, :, :-1] |= reached[:, :, 1:]
             wider &= free
             if torch.equal(wider, reached):
-                break
+                return (reached != free).flatten(1).any(1)
             reached = wider
-        cut = (reached != free).flatten(1).any(1).nonzero()[:, 0]
-        if len(cut):
-            free[cut] = self.draw_free(len(cut))
+
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, H, W]."""
+        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
+        if not self.max_blocks:
+            return free
+        cut = self.cut_boards(free).nonzero()[:, 0]
+        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
+            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
+            free[cut] = self.place_blocks(again)
+            cut = cut[self.cut_boards(free[cut])]
         return free
 
     def reset(self, which=None):
@@ -215,9 +227,9 @@ class BatchedStagHunt:
         self.pool_next = start + n
         self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
         self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
-        self.previous.index_fill_(1, which, STAY)
-        self.clock.index_fill_(0, which, 0)
-        self.deadline.index_fill_(0, which, self.final_time)
+        self.previous = self.previous.index_fill(1, which, STAY)
+        self.clock = self.clock.index_fill(0, which, 0)
+        self.deadline = self.deadline.index_fill(0, which, self.final_time)
         return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
@@ -318,7 +330,7 @@ class BatchedStagHunt:
     def set_state(self, state):
         """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
         for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.contiguous().to(self.device))
+            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
         self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
         if "pool" in state:
             self.pool_cell, self.pool_board, self.pool_next = state["pool"]
@@ -413,10 +425,11 @@ def load_player_class(name):
     path, _, class_name = name.rpartition(":")
     if not os.path.isfile(path):
         raise Refused(f"--players {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(os.path.splitext(os.path.basename(path))[0], path)
+    spec = importlib.util.spec_from_file_location(f"player_file_{os.path.abspath(path)}", path)
     if spec is None:
         raise Refused(f"--players {name}: {path} is no Python file")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # before it runs: dataclasses look their module up
     try:
         spec.loader.exec_module(module)
     except Exception as error:
@@ -440,8 +453,13 @@ class UserPlayer:
             raise Refused(f"--players {name}: {player_class.__name__}() fails: {error}") from error
         self.name = name
         probe = game.observe()  # a wrong answer shows before anything has been written
-        self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
-        self.act(probe, 0, torch.Generator(game.device).manual_seed(0))
+        try:
+            self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
+            self.act(probe, 0, torch.Generator(game.device).manual_seed(0))
+        except Refused:
+            raise
+        except Exception as error:
+            raise Refused(f"--players {name}: fails in its first answer: {type(error).__name__}: {error}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):

@@ -1,0 +1,73 @@
+"""The symmetry check's verdicts and exit codes."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from envs import symmetry
+from envs.symmetry import Args, main, report
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.mark.parametrize("players", [("random",) * 4, ("ns",) * 4, ("ns", "nh", "nsh", "nsh")], ids=" ".join)
+def test_a_fair_game_passes(players, capsys):
+    assert main(Args(players=players, episodes=1_000, num_envs=250)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("1,000 episodes") and "No bias" in out
+    for seat, name in enumerate(players, start=1):
+        assert any(line.split()[:2] == [f"player_{seat}", name] for line in out.splitlines())
+
+
+def test_the_number_of_episodes_is_what_was_played(capsys):
+    assert main(Args(players=("ns",) * 4, episodes=110, num_envs=50)) == 0
+    assert capsys.readouterr().out.startswith("150 episodes")
+
+
+def test_a_planted_bias_is_found(monkeypatch, capsys):
+    honest = symmetry.play
+
+    def favour_the_first(*args, **kwargs):
+        return honest(*args, **kwargs) + torch.tensor([0.5, 0, 0, 0])
+
+    monkeypatch.setattr(symmetry, "play", favour_the_first)
+    assert main(Args(players=("random",) * 4, episodes=2_000)) == 1
+    assert "BIAS: player_1 and player_" in capsys.readouterr().out
+
+
+def test_players_of_unequal_strength_are_not_equal(capsys):
+    args = dict(players=("ns",) * 4, episodes=1_000, strengths=(1.0, 1.0, 3.0, 3.0))
+    assert main(Args(**args)) == 0
+    assert "2 pairs of equal players" in capsys.readouterr().out
+    returns = symmetry.play(args["players"], 1_000, strengths=args["strengths"])
+    text, biased = report(returns, args["players"])  # as if strengths were not known
+    assert biased and "BIAS" in text
+
+
+def test_nothing_to_compare(capsys):
+    assert main(Args(players=("ns", "nh"), episodes=200)) == 0
+    assert "Nothing to compare" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flags, told", [
+    (dict(players=("ns", "foo")), "'foo'"), (dict(players=("ns",)), "--num-players 1"),
+    (dict(players=("no_file.py:Lazy", "ns")), "no_file.py"), (dict(episodes=3), "--episodes 3"),
+    (dict(num_envs=0), "--num-envs 0"), (dict(seed=-1), "--seed -1"), (dict(device="nowhere"), "--device nowhere"),
+    (dict(strengths=(1.0,)), "--strengths"), (dict(height=2, width=2), "--height 2"),
+], ids=str)
+def test_wrong_flags_give_one_line(flags, told, capsys):
+    assert main(Args(**flags)) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+
+
+@pytest.mark.parametrize("flags, code", [
+    (["ns", "ns", "--episodes", "200"], 0), (["ns", "foo"], 2), (["ns", "ns", "--no-such-flag"], 2)], ids=str)
+def test_command_line(flags, code):
+    done = subprocess.run([sys.executable, "-m", "envs.symmetry", "--players", *flags], cwd=ROOT, capture_output=True,
+                          text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
