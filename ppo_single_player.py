@@ -103,7 +103,7 @@ class Args(RunArgs, GameArgs):
     """all learners are one: the same parameters, trained on the data of all their seats"""
     total_timesteps: int = 1_500_000
     """environment steps of the run; one is one joint move of all players"""
-    num_envs: int = 128
+    num_envs: int = 256
     """games played side by side"""
     num_steps: int = 32
     """steps of each game between two updates (with --buffer transitions)"""
@@ -111,7 +111,7 @@ class Args(RunArgs, GameArgs):
     """learn from the steps just taken, or from whole episodes held in a buffer"""
     buffer_size: int | None = None
     """steps that the episode buffer holds (default with --buffer episodes: 5000)"""
-    hidden_size: int = 128
+    hidden_size: int = 64
     """units in each of the two hidden layers"""
     learning_rate: float = 2.5e-3
     """step size of Adam"""
@@ -123,7 +123,7 @@ class Args(RunArgs, GameArgs):
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 4
     """pieces into which the data of an update is cut"""
-    update_epochs: int = 4
+    update_epochs: int = 2
     """times that an update goes through its data"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch, for each learner on its own"""
@@ -670,7 +670,9 @@ class Lineup:
         return rule_probabilities(game, self.rules[self.kind].float(), second_half)
 
     def act(self, game, observation):
-        """The actions [B, N] of all seats; those left to the caller are random and legal."""
+        """The actions [B, N] of all seats; the caller puts its own into those that are left to it."""
+        if all(name is None for name in self.names):
+            return torch.full_like(self.kind, STAY)
         actions = sample_actions(self.probabilities(game), self.generator)
         for seat, player in self.users.items():
             actions[:, seat] = player.act(observation, seat, self.generator)
@@ -728,8 +730,8 @@ def features(observation):
     planes = observation["observation"].permute(1, 4, 2, 3, 0)  # [N, plane, H, W, B]
     mask = observation["action_mask"].transpose(0, 1).to(torch.uint8)  # [N, B, 7]
     row, column = planes[:, 0].amax(2), planes[:, 0].amax(1)  # one-hot [N, H, B], [N, W, B]; empty once it has left
-    see_row = window(row.shape[1], mask.device)[..., row.argmax(1)].transpose(1, 2).transpose(0, 1) * row.amax(1)[:, None, None]
-    see_column = window(column.shape[1], mask.device)[..., column.argmax(1)].transpose(1, 2).transpose(0, 1)
+    see_row = (window(row.shape[1], mask.device)[..., None] * row[:, None, None]).sum(3, dtype=torch.uint8)
+    see_column = (window(column.shape[1], mask.device)[..., None] * column[:, None, None]).sum(3, dtype=torch.uint8)
     # [N, window row, plane, H, W, B], summed over H; then the same for the columns
     seen = (see_row[:, :, None, :, None] * planes[:, None, 1:]).sum(3, dtype=torch.uint8)
     seen = (see_column[:, None, None] * seen[:, :, :, None]).sum(4, dtype=torch.uint8)  # [N, row, plane, column, B]
@@ -753,8 +755,8 @@ class Agent(nn.Module):
 
     def __init__(self, num_learners, num_inputs, hidden_size, final_time, seed):
         super().__init__()
-        scale = torch.ones(num_inputs)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
+        scale = torch.ones(num_inputs, 1)
+        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock, from 0 to 1
         self.register_buffer("scale", scale)
         biases = lambda size: nn.Parameter(torch.zeros(num_learners, 1, size))
         self.w1, self.b1 = orthogonal(num_learners, num_inputs, hidden_size, math.sqrt(2), seed), biases(hidden_size)
@@ -765,7 +767,7 @@ class Agent(nn.Module):
     def forward(self, x):
         """Features [L, M, F] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
         mask = x[..., -NUM_ACTIONS:] != 0
-        hidden = torch.tanh(torch.baddbmm(self.b1, x * self.scale, self.w1))
+        hidden = torch.tanh(torch.baddbmm(self.b1, x.float(), self.w1 * self.scale))
         hidden = torch.tanh(torch.baddbmm(self.b2, hidden, self.w2))
         logits = torch.baddbmm(self.b_actor, hidden, self.w_actor).masked_fill(~mask, -1e8)
         value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
@@ -812,9 +814,10 @@ class Table:
         own = set(self.learner_seats + self.trained_seats)
         self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(players)], self.game, seed)
         self.observation = self.game.observe()
-        num_learners = 1 if args.share_parameters else len(self.learner_seats)
+        num_learners = min(1, len(self.learner_seats)) if args.share_parameters else len(self.learner_seats)
         # [learner, seat of that learner]: one seat each, or all of them where the parameters are shared
-        self.seats = torch.tensor(self.learner_seats, device=args.device).view(num_learners, -1)
+        self.seats = torch.tensor(self.learner_seats, dtype=torch.int64, device=args.device)
+        self.seats = self.seats.view(num_learners, len(self.learner_seats) // max(num_learners, 1))
         num_inputs = features(self.observation).shape[-1]
         self.agent = agent or Agent(num_learners, num_inputs, args.hidden_size, args.final_time, args.seed)
         self.agent.to(args.device)
@@ -837,7 +840,7 @@ class Table:
         view = self.learner_view(x)
         log_probs, value = self.agent(view)
         action = log_probs.argmax(-1) if greedy else sample_actions(log_probs.exp(), generator)
-        actions[:, self.seats.flatten()] = action.view(self.seats.numel(), -1).T
+        actions[:, self.seats.flatten()] = action.view(self.seats.numel(), self.game.num_envs).T
         return (actions, view, action, log_probs.gather(-1, action[..., None]).squeeze(-1),
                 -(log_probs.exp() * log_probs).sum(-1), value)
 
@@ -1022,7 +1025,8 @@ def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, ge
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
         for rows in order.chunk(args.num_minibatches, 1):
-            batch = {key: value[(rows + offset).flatten()].unflatten(0, rows.shape) for key, value in flat.items()}
+            index = (rows + offset).flatten()
+            batch = {key: value.index_select(0, index).unflatten(0, rows.shape) for key, value in flat.items()}
             log_probs, value = network(batch["x"])
             loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
             optimizer.zero_grad()
@@ -1466,7 +1470,8 @@ def main(args):
         writer.add_scalar(f"evaluation/{mode}", summary["mean"], timesteps)
     writer.close()
     save_json(os.path.join(folder, "results.json"), results)
-    print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
+    if args.eval_episodes:
+        print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     reached = [[value, *((f"{at['seconds']:.1f} s", f"{at['timesteps']} steps") if at else ("not reached", ""))]
                for value, at in thresholds.reached.items()]
     print_table("mean return of the last 500 episodes first reached", [["return", "after", ""], *reached])

@@ -526,7 +526,9 @@ class Lineup:
         return rule_probabilities(game, self.rules[self.kind].float(), second_half)
 
     def act(self, game, observation):
-        """The actions [B, N] of all seats; those left to the caller are random and legal."""
+        """The actions [B, N] of all seats; the caller puts its own into those that are left to it."""
+        if all(name is None for name in self.names):
+            return torch.full_like(self.kind, STAY)
         actions = sample_actions(self.probabilities(game), self.generator)
         for seat, player in self.users.items():
             actions[:, seat] = player.act(observation, seat, self.generator)

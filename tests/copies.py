@@ -21,6 +21,7 @@ from pathlib import Path
 DIFFERENT = {
     "Args": "each script has its own flags",
     "main": "each script runs its own experiment",
+    "check_flags": "each script refuses what its own flags cannot mean",
 }
 SHARED = Path("envs") / "batched.py"  # not at the top level, but under the same law
 LONGEST_DIFF = 24  # lines

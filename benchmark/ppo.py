@@ -1,0 +1,141 @@
+"""The runs of ppo_single_player.py over several seeds, and their table of median and spread as Markdown.
+
+    python benchmark/ppo.py                     every run, 5 seeds (about an hour and a half on one core)
+    python benchmark/ppo.py --only selfplay-4x4 --seeds 1 2 3
+
+Each run is an ordinary one in `--folder`, by the script's own command line. One that is finished is not run again, one
+that was stopped is resumed, so the benchmark can be stopped and started at will; the table is printed after each run and
+kept in `<folder>/ppo.md`.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import tyro
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SELF_PLAY = "--players ppo ppo ppo ppo"
+RUNS = {
+    "selfplay-4x4": SELF_PLAY,
+    "selfplay-4x4-shared": SELF_PLAY + " --share-parameters",
+    "selfplay-8x8": SELF_PLAY + " --height 8 --width 8 --total-timesteps 3000000",
+    "selfplay-8x8-5-blocks": SELF_PLAY + " --height 8 --width 8 --max-blocks 5 --total-timesteps 4000000",
+    "seat-1-of-3-ns": "--players ppo ns ns ns",
+    "seat-2-of-3-ns": "--players ns ppo ns ns",
+    "seat-3-of-3-ns": "--players ns ns ppo ns",
+    "seat-4-of-3-ns": "--players ns ns ns ppo",
+    "among-3-nh-8x8": "--players ppo nh nh nh --height 8 --width 8",
+    "among-mixes-8x8": "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random --height 8 --width 8 "
+                       "--total-timesteps 6000000",
+    "among-mixes-4x4": "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random --total-timesteps 6000000",
+    "episodes-5000": SELF_PLAY + " --buffer episodes --buffer-size 5000",
+    "episodes-20000": SELF_PLAY + " --buffer episodes --buffer-size 20000",
+}
+# What a trained player earns among others: (run, players with {} for the trained one, further flags).
+AMONG = {
+    "among-mixes-8x8": [(f"{{}} {others}", "--height 8 --width 8") for others in
+                        ("ns ns ns", "nh nh nh", "nh nh random", "random random random", "nh ns random")],
+    "among-mixes-4x4": [(f"{{}} {others}", "") for others in
+                        ("ns ns ns", "nh nh nh", "random random random", "nh nh random", "ns nh nh")],
+}
+
+
+@dataclasses.dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """names of the runs to make (default: all)"""
+    seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
+    """seeds of each run"""
+    folder: str = os.path.join("runs", "benchmark-ppo")
+    """where the runs and the table go"""
+    flags: str = ""
+    """further flags for every run"""
+
+
+def run(folder, name, flags):
+    """Makes one run, or what is missing of it. -> its results"""
+    path = os.path.join(folder, name)
+    if not os.path.isfile(os.path.join(path, "results.json")):
+        script = os.path.join(HERE, "..", "ppo_single_player.py")
+        if os.path.isfile(os.path.join(path, "checkpoint.pt")):
+            flags = f"--resume {path}"
+        else:
+            flags = f"{flags} --runs-dir {folder} --run-name {name}"
+        subprocess.run([sys.executable, script, *flags.split()], check=True)
+    with open(os.path.join(path, "results.json"), encoding="utf-8") as file:
+        return json.load(file)
+
+
+def among(folder, name, seed):
+    """The trained player of a run among other line-ups, by playing on without learning. -> {line-up: mean return}"""
+    path = os.path.join(folder, f"{name}-{seed}", "among.json")
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    sys.path.insert(0, os.path.join(HERE, ".."))
+    import ppo_single_player as script
+
+    answer = {}
+    for players, flags in AMONG[name]:
+        trained = os.path.join(folder, f"{name}-{seed}", "checkpoint.pt:player_1")
+        args = tyro.cli(script.Args, args=["--players", *players.format(trained).split(), *flags.split()])
+        answer[players] = script.evaluate(args, None, 20_000, False, seed)[:, 0].mean().item()
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(answer, file, indent=2)
+    return answer
+
+
+def spread(values, digits=3):
+    """Median and range, or how many have a value where some have none."""
+    known = [value for value in values if value is not None]
+    if not known:
+        return f"never ({len(values)} seeds)"
+    text = f"{statistics.median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
+    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} never"
+
+
+def table(done):
+    """The Markdown table of all that is done: {run: [results of each seed]}."""
+    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | steps to 2.85 | whole run, s | value loss | "
+             "entropy | explained variance | equal players |", "|" + "---|" * 11]
+    for name, seeds in done.items():
+        def losses(key):
+            return spread([value for result in seeds for value in result["losses"][key].values()], 2)
+        reached = [result["thresholds"].get("2.85") or {"seconds": None, "timesteps": None} for result in seeds]
+        equal = [result["evaluation"]["sampled"]["equal_players"]["equal"] for result in seeds]
+        lines.append("| " + " | ".join([
+            name, str(len(seeds)), spread([result["evaluation"]["sampled"]["mean"] for result in seeds]),
+            spread([result["evaluation"]["greedy"]["mean"] for result in seeds]),
+            spread([at["seconds"] for at in reached], 1), spread([at["timesteps"] for at in reached], 0),
+            spread([result["seconds"] for result in seeds], 0), losses("value_loss"), losses("entropy"),
+            losses("explained_variance"), f"{sum(equal)} of {len(equal)}"]) + " |")
+    return "\n".join(lines)
+
+
+def main(args):
+    unknown = set(args.only) - set(RUNS)
+    if unknown:
+        print(f"error: --only {' '.join(sorted(unknown))}: there are {', '.join(RUNS)}", file=sys.stderr)
+        return 2
+    done, strangers = {}, {}
+    for seed in args.seeds:
+        for name in args.only or RUNS:
+            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", f"{RUNS[name]} --seed {seed} {args.flags}"))
+            text = table(done)
+            if name in AMONG:
+                strangers.setdefault(name, []).append(among(args.folder, name, seed))
+            for trained, answers in strangers.items():
+                text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
+                text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
+            print(text, flush=True)
+            with open(os.path.join(args.folder, "ppo.md"), "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))

@@ -1,0 +1,68 @@
+"""How fast ppo_single_player.py plays and learns on one core, and where the time goes.
+
+    python benchmark/ppo_speed.py            about a minute
+
+Four learners on 4x4. A step of the environment counts as four agent steps. The first row is the script's default; the
+rows below it, at one and at four epochs, are for comparison with trainers of about 17,000 parameters a policy (here each
+of the four learners has that many). Median of `--repeats` and the range.
+"""
+
+import dataclasses
+import os
+import statistics
+import sys
+import time
+
+import torch
+import tyro
+
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+import ppo_single_player as script
+
+
+@dataclasses.dataclass
+class Args:
+    repeats: int = 5
+    """measurements of each row"""
+    updates: int = 8
+    """updates in each measurement"""
+
+
+def measure(flags, repeats, updates):
+    """Agent steps a second, and the seconds that an update spends playing and learning. -> three lists"""
+    args = script.Args(players=("ppo",) * 4, **flags)
+    table = script.Table(args, args.num_envs, args.seed)
+    generator = torch.Generator().manual_seed(args.seed)
+    returns = script.Returns(args.num_envs, 4, "cpu")
+    optimizer = torch.optim.Adam(table.agent.parameters(), lr=args.learning_rate, fused=True)
+    speeds, playing, learning = [], [], []
+    for repeat in range(repeats + 1):
+        played = learned = 0.0
+        for _ in range(updates):
+            begun = time.perf_counter()
+            data, steps = script.rollout(table, returns, args.num_steps, generator, args.reward_scale)
+            middle = time.perf_counter()
+            script.update(table.agent, table.agent, optimizer, data, None, args, args.ent_coef, args.soft_coef, generator)
+            played, learned = played + middle - begun, learned + time.perf_counter() - middle
+        if repeat:  # the first is for warming up
+            speeds.append(4 * args.num_envs * args.num_steps * updates / (played + learned))
+            playing.append(played / updates)
+            learning.append(learned / updates)
+    parameters = sum(parameter[0].numel() for parameter in table.agent.parameters())
+    return parameters, speeds, playing, learning
+
+
+def main(args):
+    torch.set_num_threads(1)
+    rows = {"default": {}, "1 epoch": {"update_epochs": 1, "hidden_size": 46},
+            "4 epochs": {"update_epochs": 4, "hidden_size": 46}}
+    print("| setting | parameters of a learner | agent steps/s | playing, ms an update | learning, ms an update |")
+    print("|---|---|---|---|---|")
+    for name, flags in rows.items():
+        parameters, speeds, playing, learning = measure(flags, args.repeats, args.updates)
+        print(f"| {name} | {parameters:,} | {statistics.median(speeds):,.0f} ({min(speeds):,.0f} to {max(speeds):,.0f}) | "
+              f"{1e3 * statistics.median(playing):.0f} | {1e3 * statistics.median(learning):.0f} |", flush=True)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Args))
