@@ -126,7 +126,7 @@ class Args(RunArgs, GameArgs):
     loss: Literal["moa", "recon", "both"] = "moa"
     """what shapes the goals, beside the KL term: predicting actions, rebuilding the view, or both. Whatever does not
     shape them is still learned, on the goals as they are"""
-    kl_weight: float = 1e-3
+    kl_weight: float = 3e-3
     """weight of the KL divergence of the goals from a standard normal"""
     kl_warmup: int = 0
     """epochs over which that weight rises from 0"""
@@ -721,11 +721,13 @@ def fill(lengths, limit):
 
     Only where no game is left that fits, one is cut short: its goal in hindsight is not where it really ends.
     """
-    picked = []
-    for length in lengths:
-        picked.append(length if length <= limit and limit - length != 1 else 0)
-        limit -= picked[-1]
-    longer = [number for number, length in enumerate(lengths) if limit and not picked[number] and length > limit]
+    picked = [0] * len(lengths)
+    for spare in (1, None):  # no game has one step only: first, one is never what remains
+        for number, length in enumerate(lengths):
+            if not picked[number] and length <= limit and limit - length != spare:
+                picked[number] = length
+                limit -= length
+    longer = [number for number, length in enumerate(lengths) if limit and not picked[number] and length]
     if longer:
         picked[longer[0]] = limit
     return picked
