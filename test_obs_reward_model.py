@@ -527,13 +527,15 @@ def ground_bits(game):
     return ((board == 0).to(torch.uint8) | (board & STAG_BIT) >> 4 | (board & HARE_BIT) >> 4).T
 
 
-def collect(board, num_rows, seed, device="cpu"):
+def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     """Plays mixed games on a board until one player's view in each gave num_rows rows. -> dict of [S, ...]
 
     Each episode draws for every seat a rule-based player, for the game a share of uniform actions, legal or not
     (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
-    so that prey is caught by many hands at once. Half of the episodes begin with an earlier deadline. Those that
-    have left go on asking for random actions, which mean nothing.
+    so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
+    Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
+    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey and a few
+    steps before the deadline: crowds are rare in play, and every mixture of their actions is to be met.
     """
     num_envs = max(1, min(512, num_rows // 50))
     game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
@@ -546,10 +548,18 @@ def collect(board, num_rows, seed, device="cpu"):
     ego, share, hesitates, episode = draw(1), shares[draw(1)], draw(1) > 0, draw(1)
     columns, rows, new, num_episodes = [], 0, everybody, 0
     while rows < num_rows:
-        rule = torch.where(new[:, None, None], rules[draw(len(rules), n)], rule)
+        kind = draw(len(rules), n)
+        kind = torch.where((draw(2) > 0)[:, None], kind, kind[:, :1])
+        rule = torch.where(new[:, None, None], rules[kind], rule)
         ego, share = torch.where(new, draw(n), ego), torch.where(new, shares[draw(4)], share)
         hesitates = torch.where(new, draw(2) > 0, hesitates)
         deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
+        gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
+        if gathered:
+            prey = (game.board[:cells] >= STAG_BIT) * torch.rand(cells, num_envs, generator=generator, device=device)
+            joins = gathers & (draw(4, n).T > 0)
+            game.cell = torch.where(joins, prey.argmax(0), game.cell)
+            deadline = torch.where(gathers, 1 + draw(4), deadline)
         game.deadline = torch.where(new, deadline, game.deadline)
         episode = torch.where(new, num_episodes + new.cumsum(0), episode)
         num_episodes += num_envs
@@ -710,11 +720,11 @@ def neighbours(height, width, device):
 
 def settle(reward, known):
     """Takes a predicted reward as the nearest one that training has shown (known, in order), where that lies within
-    1 % of the largest; others stay as they are. Gradients pass."""
+    2 % of the largest; others stay as they are. Gradients pass."""
     above = torch.bucketize(reward.detach(), known).clamp(1, len(known) - 1)
     lower, upper = known[above - 1], known[above]
     nearest = torch.where(reward - lower < upper - reward, lower, upper)
-    near = (nearest - reward).abs() <= 0.01 * known.abs().max()
+    near = (nearest - reward).abs() <= 0.02 * known.abs().max()
     return reward + torch.where(near, nearest - reward, 0.0).detach()
 
 

@@ -101,8 +101,10 @@ class Args(RunArgs, GameArgs):
     sS stags, hH hares: 5x7b2p6s2"""
     num_players: int = 4
     """players on the boards that do not say otherwise"""
-    rows: int = 150_000
+    rows: int = 300_000
     """rows collected on each board; one is one step seen by one player"""
+    gathered: float = 0.5
+    """share of the episodes learned from that begin with most players on one cell; those held out are plain play"""
     held_out_rows: int = 5_000
     """further rows of each board that are never learned from, to measure with"""
     data: tuple[str, ...] = ()
@@ -113,7 +115,7 @@ class Args(RunArgs, GameArgs):
     """the local model, or a plain perceptron for one size of board, to compare with"""
     hidden_size: int | None = None
     """units in a hidden layer (default: 64, with --model mlp 256)"""
-    num_updates: int = 2000
+    num_updates: int = 2500
     """gradient steps"""
     batch_size: int = 1024
     """rows of each gradient step, taken in turn from the boards in equal parts"""
@@ -566,13 +568,15 @@ def ground_bits(game):
     return ((board == 0).to(torch.uint8) | (board & STAG_BIT) >> 4 | (board & HARE_BIT) >> 4).T
 
 
-def collect(board, num_rows, seed, device="cpu"):
+def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     """Plays mixed games on a board until one player's view in each gave num_rows rows. -> dict of [S, ...]
 
     Each episode draws for every seat a rule-based player, for the game a share of uniform actions, legal or not
     (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
-    so that prey is caught by many hands at once. Half of the episodes begin with an earlier deadline. Those that
-    have left go on asking for random actions, which mean nothing.
+    so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
+    Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
+    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey and a few
+    steps before the deadline: crowds are rare in play, and every mixture of their actions is to be met.
     """
     num_envs = max(1, min(512, num_rows // 50))
     game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
@@ -585,10 +589,18 @@ def collect(board, num_rows, seed, device="cpu"):
     ego, share, hesitates, episode = draw(1), shares[draw(1)], draw(1) > 0, draw(1)
     columns, rows, new, num_episodes = [], 0, everybody, 0
     while rows < num_rows:
-        rule = torch.where(new[:, None, None], rules[draw(len(rules), n)], rule)
+        kind = draw(len(rules), n)
+        kind = torch.where((draw(2) > 0)[:, None], kind, kind[:, :1])
+        rule = torch.where(new[:, None, None], rules[kind], rule)
         ego, share = torch.where(new, draw(n), ego), torch.where(new, shares[draw(4)], share)
         hesitates = torch.where(new, draw(2) > 0, hesitates)
         deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
+        gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
+        if gathered:
+            prey = (game.board[:cells] >= STAG_BIT) * torch.rand(cells, num_envs, generator=generator, device=device)
+            joins = gathers & (draw(4, n).T > 0)
+            game.cell = torch.where(joins, prey.argmax(0), game.cell)
+            deadline = torch.where(gathers, 1 + draw(4), deadline)
         game.deadline = torch.where(new, deadline, game.deadline)
         episode = torch.where(new, num_episodes + new.cumsum(0), episode)
         num_episodes += num_envs
@@ -758,11 +770,11 @@ def neighbours(height, width, device):
 
 def settle(reward, known):
     """Takes a predicted reward as the nearest one that training has shown (known, in order), where that lies within
-    1 % of the largest; others stay as they are. Gradients pass."""
+    2 % of the largest; others stay as they are. Gradients pass."""
     above = torch.bucketize(reward.detach(), known).clamp(1, len(known) - 1)
     lower, upper = known[above - 1], known[above]
     nearest = torch.where(reward - lower < upper - reward, lower, upper)
-    near = (nearest - reward).abs() <= 0.01 * known.abs().max()
+    near = (nearest - reward).abs() <= 0.02 * known.abs().max()
     return reward + torch.where(near, nearest - reward, 0.0).detach()
 
 
@@ -1151,6 +1163,28 @@ def plane_weights(weights, num_players, device):
     return torch.tensor(players + list(weights[-3:]), device=device)
 
 
+def rarity(data):
+    """How rare what happens on the players' cells is in each row [S], to see the rare more often: the sum over the
+    players of 1 / sqrt(how often a player does the same, on the same ground, among others who do the same)."""
+    cell, actions, n = data["cell"].long(), data["actions"].long(), data["cell"].shape[1]
+    present = cell < data["height"] * data["width"]
+    others = torch.zeros_like(cell)
+    for i in range(n):
+        for j in range(n):
+            if i != j:
+                others[:, i] += (cell[:, i] == cell[:, j]) * n**actions[:, j]
+    here = F.pad(data["ground"], (0, 1)).gather(1, cell)
+    _, case, counts = ((others * 8 + here) * NUM_ACTIONS + actions).unique(return_inverse=True, return_counts=True)
+    return (counts[case].double().rsqrt() * present).sum(1)
+
+
+def draw_rows(starts, weight, number, generator):
+    """Draws the first rows of windows: half of them uniformly, half by the running sum of their weight."""
+    uniform = torch.randint(len(starts), (number // 2,), generator=generator, device=starts.device)
+    spot = torch.rand(number - number // 2, generator=generator, device=starts.device, dtype=torch.float64) * weight[-1]
+    return starts[torch.cat([uniform, torch.searchsorted(weight, spot).clamp(max=len(starts) - 1)])]
+
+
 def window_starts(data, steps):
     """The rows from which `steps` rows of the same episode follow one another."""
     episode = data["episode"]
@@ -1423,7 +1457,7 @@ def gather_data(args, boards):
         return learned, held_out
     for number, (name, board) in enumerate(tqdm(boards.items(), desc="collecting", leave=False, dynamic_ncols=True)):
         seed = args.seed + 1000 * number
-        learned[name] = collect(board, args.rows, seed, args.device)
+        learned[name] = collect(board, args.rows, seed, args.device, args.gathered)
         held_out[name] = collect(board, args.held_out_rows, seed + 500_000, args.device)
     return learned, held_out
 
@@ -1471,6 +1505,7 @@ def main(args):
     for name, data in learned.items():
         if not len(starts[name]):
             raise Refused(f"--rollout-steps {args.rollout_steps} is longer than any episode of {name}")
+    rare = {name: rarity(data)[starts[name]].cumsum(0) for name, data in learned.items()}
     shapes = {(data["height"], data["width"], data["cell"].shape[1]) for data in learned.values()}
     config = {"kind": args.model, "hidden_size": args.hidden_size or (64 if args.model == "local" else 256),
               "rewards": common_rewards(learned.values())}
@@ -1524,8 +1559,7 @@ def main(args):
                 group["lr"] = args.learning_rate * 0.5 * (1 + math.cos(math.pi * updates / args.num_updates))
             loss = 0.0
             for name, data in learned.items():
-                rows = torch.randint(len(starts[name]), (share,), generator=generator, device=args.device)
-                rows = starts[name][rows]
+                rows = draw_rows(starts[name], rare[name], share, generator)
                 terms = model.loss_terms(pick_rows(data, rows))
                 loss = loss + weigh(terms, weights[name], args) / len(learned)
                 if args.rollout_steps > 1:
