@@ -1020,7 +1020,7 @@ def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, ge
     offset = torch.arange(num_learners, device=weight.device)[:, None] * samples
     most = max(int(weight.sum(1).max()), args.num_minibatches)
     active = torch.ones(num_learners, dtype=torch.bool, device=weight.device)
-    totals, kl_reached = [], []
+    totals = []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
