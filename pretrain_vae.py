@@ -136,6 +136,8 @@ class Args(RunArgs, GameArgs):
     """steps within which the view lies that is a sample's goal in hindsight (default: all up to the game's end)"""
     goal_dim: int = 16
     """numbers that make a goal"""
+    hypotheses: int = 16
+    """ways to play that goal inference weighs against each other"""
     hidden_size: int = 128
     """units in the hidden layers of the action model and of goal inference"""
     vae_size: int = 128
@@ -1005,59 +1007,67 @@ class ActionModel(nn.Module):
 class GoalInference(nn.Module):
     """The goals of a co-player from its views and actions so far (a CVAE's recognition from the past), of L models.
 
-    Each pair of a view and the next, which shows the action taken in between, is a piece of evidence; the memory adds
-    the pieces up and forgets by a gate: h' = f * h + e, where f and e depend on the pair alone (a linear recurrence,
-    as in Feng et al. 2024, "Were RNNs all we needed?"). Adding up is what Bayes' rule does with log-likelihoods.
-    Step by step it is `step(carry, x)`: the carry holds the memory and what is kept of the view before.
+    It weighs hypotheses as Bayes' rule does. Each hypothesis is a way to play, learned here: action probabilities for
+    every view. The memory holds their log-weights and adds the log-likelihood of each action seen, after forgetting a
+    little: h' = f * h + log p(action | view before), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
+    needed?"). The goal is read from the weights and the present view.
+
+    Step by step it is `step(carry, x)`: the carry holds the memory and what each hypothesis makes of each action.
     """
 
-    def __init__(self, num_models, num_inputs, hidden_size, goal_dim, final_time, seed, memory=32):
+    def __init__(self, num_models, num_inputs, num_players, hidden_size, goal_dim, hypotheses, final_time, seed):
         super().__init__()
         scale = torch.ones(num_inputs)
         scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
         self.register_buffer("scale", scale)
-        self.memory = memory
-        self.hidden_size = hidden_size
-        self.view = Linear(num_models, num_inputs, 2 * hidden_size, math.sqrt(2), seed)  # as the later, as the earlier
-        self.first = nn.Parameter(torch.zeros(num_models, 1, hidden_size))  # in place of a view before the first
-        self.pair = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.evidence = Linear(num_models, hidden_size, 2 * memory, 0.5, seed)
-        self.mix = Linear(num_models, hidden_size + memory, hidden_size, math.sqrt(2), seed)
+        self.hypotheses, self.previous = hypotheses, num_inputs - 2 - (num_players + 1) * NUM_ACTIONS
+        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
+        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
+        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
 
-    def start(self, num):
-        """The carry before the first step: [L, num, memory + hidden]."""
-        first = self.first.expand(-1, num, -1)
-        return torch.cat([first.new_zeros(*first.shape[:2], self.memory), first], -1)
+    def look(self, x):
+        """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
+        hidden = F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
+        return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
 
-    def read(self, h, pair):
-        hidden = F.relu(self.mix(torch.cat([torch.tanh(h), pair], -1)))
-        mean, logvar = self.out(hidden).chunk(2, -1)
+    def played(self, x):
+        """The player's action just before a view, as the view tells it: [L, M]."""
+        return x[..., self.previous:self.previous + NUM_ACTIONS].argmax(-1)
+
+    def read(self, h, hidden):
+        """Memory and hidden units -> mean and log-variance of the goal [L, M, G]."""
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([h.softmax(-1), hidden], -1)))).chunk(2, -1)
         return mean, logvar.clamp(-10, 4)
 
-    def weigh(self, later, earlier):
-        pair = F.relu(self.pair(F.relu(later + earlier)))
-        e, f = self.evidence(pair).chunk(2, -1)
-        return pair, e, torch.sigmoid(f + 4)
+    def start(self, num):
+        """The carry before the first view of `num` games: [L, num, K + 7 * K]."""
+        return F.pad(self.prior.expand(-1, num, -1), (0, NUM_ACTIONS * self.hypotheses))
 
     def step(self, carry, x):
         """(carry, features [L, B, F]) -> the next carry, mean and log-variance of the goal [L, B, G]."""
-        h, earlier = carry.split([self.memory, self.hidden_size], -1)
-        later, keep = self.view(x * self.scale).chunk(2, -1)
-        pair, e, f = self.weigh(later, earlier)
-        h = f * h + e
-        return torch.cat([h, keep], -1), *self.read(h, pair)
+        h, table = carry[..., :self.hypotheses], carry[..., self.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
+        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
+        h = torch.sigmoid(self.keep) * h + table.gather(2, action)[:, :, 0]
+        hidden, table = self.look(x)
+        return torch.cat([h, table.flatten(2)], -1), *self.read(h, hidden)
 
     def forward(self, x, before, counts):
-        """Features [L, M, F] in a time-major layout -> mean and log-variance of the goal at each step [L, M, G]."""
-        later, keep = self.view(x * self.scale).chunk(2, -1)
-        padded = torch.cat([keep, self.first], 1)  # row -1: there is no view before
-        pair, e, f = self.weigh(later, padded[:, before])
-        h, states = None, []
-        for e_now, f_now in zip(e.split(counts, 1), f.split(counts, 1)):
-            h = e_now if h is None else f_now * h[:, :e_now.shape[1]] + e_now
-            states.append(h)
-        return self.read(torch.cat(states, 1), pair)
+        """Features [L, M, F] in a time-major layout -> at each step mean and log-variance of the goal [L, M, G], and
+        the log-probabilities of the actions by the weighted hypotheses [L, M, 7]."""
+        hidden, table = self.look(x)
+        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
+        seen = F.pad(table, (0, 0, 0, 0, 0, 1))[:, before].gather(2, action)[:, :, 0]  # row -1: nothing was before
+        keep, h, memory = torch.sigmoid(self.keep), self.prior, []
+        for now in seen.split(counts, 1):
+            h = keep * (h if len(memory) == 0 else h[:, :now.shape[1]]) + now
+            memory.append(h)
+        h = torch.cat(memory, 1)
+        return *self.read(h, hidden), (h.log_softmax(-1)[:, :, None] + table).logsumexp(-1)
 
 
 class Goals(nn.Module):
@@ -1068,8 +1078,8 @@ class Goals(nn.Module):
         self.prior = GoalPrior(num_models, args.num_players, args.height * args.width, args.vae_size, args.goal_dim,
                                args.seed)
         self.moa = ActionModel(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time, args.seed + 1)
-        self.inference = GoalInference(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time,
-                                       args.seed + 2)
+        self.inference = GoalInference(num_models, num_inputs, args.num_players, args.hidden_size, args.goal_dim,
+                                       args.hypotheses, args.final_time, args.seed + 2)
 
 
 # ==================================================================================== learning
@@ -1106,7 +1116,7 @@ def loss_terms(models, batch, loss, noise):
     """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal.
 
     moa: -log-probability of the action, with the goal known in hindsight. moa_inferred: with the goal's mean inferred
-    from the past. recon: -log-likelihood of the view. kl: of the view's goal from the standard normal. inference: KL
+    from the past. evidence: with inference's own weighted hypotheses. recon: -log-likelihood of the view. kl: of the view's goal from the standard normal. inference: KL
     of the inferred goal from the one in hindsight.
     """
     mean, logvar = models.prior.encode(batch["view"])
@@ -1115,13 +1125,13 @@ def loss_terms(models, batch, loss, noise):
     hindsight = goal[:, batch["goal"]]
     if loss == "recon":
         hindsight = hindsight.detach()
-    inferred, inferred_logvar = models.inference(batch["x"], batch["before"], batch["counts"])
+    inferred, inferred_logvar, weighed = models.inference(batch["x"], batch["before"], batch["counts"])
     target, target_logvar = mean[:, batch["goal"]].detach(), logvar[:, batch["goal"]].detach()
     view_part, mask = models.moa.view_part(batch["x"]), batch["x"][..., -NUM_ACTIONS:] != 0
     action = batch["action"].expand(len(mean), -1)[..., None]
     log_probs = [models.moa.from_parts(view_part, models.moa.goal_part(z), mask) for z in (hindsight, inferred)]
-    moa, moa_inferred = (-log_prob.gather(-1, action)[..., 0] for log_prob in log_probs)
-    return {"moa": moa, "moa_inferred": moa_inferred, "recon": recon,
+    moa, moa_inferred, evidence = (-log_prob.gather(-1, action)[..., 0] for log_prob in (*log_probs, weighed))
+    return {"moa": moa, "moa_inferred": moa_inferred, "evidence": evidence, "recon": recon,
             "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
             "inference": gaussian_kl(target, target_logvar, inferred, inferred_logvar)}, exact
 
@@ -1148,7 +1158,7 @@ def train_batch(models, optimizer, batch, args, kl_weight, generator):
     terms = {name: term.mean(-1) for name, term in terms.items()}
     # every network learns: what does not shape the goals is learned on the goals as they are (detached above)
     wanted = (terms["moa"] + terms["recon"] + kl_weight * terms["kl"] + terms["moa_inferred"]
-              + args.inference_weight * terms["inference"])
+              + terms["evidence"] + args.inference_weight * terms["inference"])
     optimizer.zero_grad()
     wanted.sum().backward()
     for part in (models.prior, models.moa, models.inference):
@@ -1175,7 +1185,7 @@ def predict(models, samples, args):
         terms, _ = loss_terms(models, batch, args.loss, noise)
         mean, _ = models.prior.encode(batch["view"])
         hindsight = mean[:, batch["goal"]]
-        inferred, _ = models.inference(batch["x"], batch["before"], batch["counts"])
+        inferred = models.inference(batch["x"], batch["before"], batch["counts"])[0]
         _, exact = rebuilding(*models.prior.decode(mean), batch)
         now = {**terms, "inferred": models.moa(batch["x"], inferred).exp(), "goal_inferred": inferred,
                "hindsight": models.moa(batch["x"], hindsight).exp(), "goal_hindsight": hindsight, "exact": exact}
@@ -1429,8 +1439,9 @@ def run_script(args_class, main):
 
 
 BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
-TAGS = {"moa": "moa/loss_hindsight", "moa_inferred": "moa/loss_inferred", "recon": "vae/recon", "kl": "vae/kl",
-        "inference": "vae/inference", "total": "vae/total"}
+TAGS = {"total": "vae/total", "recon": "vae/recon", "kl": "vae/kl", "inference": "vae/inference",
+        "moa": "moa/loss_hindsight", "moa_inferred": "moa/loss_inferred",
+        "evidence": "moa/loss_evidence"}
 
 
 def epoch_line(epoch, moa):
@@ -1521,8 +1532,8 @@ def figure(title, width=6.4, height=4.2, columns=1):
 
 def draw_losses(history):
     """Every term by epoch, on training and held-out samples."""
-    names = ("moa", "moa_inferred", "recon", "kl", "inference", "total")
-    result, axes = figure("Losses term by term (nats a sample)", 15, 3.2, len(names))
+    names = ("moa", "moa_inferred", "evidence", "recon", "kl", "inference", "total")
+    result, axes = figure("Losses term by term (nats a sample)", 16, 3, len(names))
     for ax, name in zip(axes, names):
         for key, colour, label in (("train", BLUE, "training"), ("held_out", ORANGE, "held out")):
             points = [(row["epoch"], row[key][name]) for row in history if key in row]
@@ -1656,7 +1667,7 @@ def write_pictures(folder, writer, epoch, history, moa, each, samples, meaning):
 def check_vae_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name, least in (("samples", 1), ("held_out_samples", 1), ("goal_dim", 1), ("hidden_size", 1), ("vae_size", 1),
-                        ("batch_size", 1), ("epochs", 0), ("eval_every", 1), ("kl_warmup", 0), ("horizon", 0)):
+                        ("batch_size", 1), ("hypotheses", 1), ("epochs", 0), ("eval_every", 1), ("kl_warmup", 0), ("horizon", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise Refused(f"--{name.replace('_', '-')} {value} must be at least {least}")
@@ -1690,7 +1701,7 @@ def load_goals(path, flag, args, num_inputs):
     checkpoint = load_checkpoint(path, flag)
     if checkpoint["script"] != "pretrain_vae.py":
         raise Refused(f"{flag}: {path} holds no goals, it was written by {checkpoint['script']}")
-    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size"):
+    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size", "hypotheses"):
         trained, given = checkpoint["config"][name], getattr(args, name)
         if trained != given:
             raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was trained with {trained}")
@@ -1792,7 +1803,7 @@ def main(args):
                 bar.clear()
                 tqdm.write(epoch_line(epoch - 1, moa))
                 tqdm.write(f"[VAE] epoch {epoch - 1}: " + ", ".join(
-                    f"{name}={row['held_out'][name]:.4f}" for name in ("total", "recon", "kl", "moa", "moa_inferred", "inference"))
+                    f"{name}={row['held_out'][name]:.4f}" for name in TAGS)
                     + f", exact_views={row['exact_views']:.4f}")
                 log_scores(writer, moa, row, epoch)
             history.append(row)
@@ -1820,7 +1831,8 @@ def main(args):
     results = {"epochs": epoch, "samples": num_samples, "held_out_samples": len(held_out["x"]),
                "moa": moa, "vae": {"recon": means["recon"], "kl": means["kl"], "exact_views": exact, "total": means["total"],
                                    "inference": means["inference"]}, "goal": meaning,
-               "training_seconds": round(trained_seconds, 2), "seconds": round(seconds(), 2)}
+               "training_seconds": round(trained_seconds, 2), "seconds": round(seconds(), 2),
+               "cpu_seconds": round(time.process_time(), 2)}
     save_json(os.path.join(folder, "results.json"), results)
     print_results(args, moa, results, meaning)
     print(f"\n{epoch} epochs on {num_samples} samples in {results['seconds']:.0f} s. Everything is in {folder}")

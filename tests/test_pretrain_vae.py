@@ -196,10 +196,10 @@ def test_the_goal_is_the_view_reached_within_the_horizon(samples, horizon):
 
 def test_inference_step_by_step_is_inference_at_once(samples, args):
     models = make_models(samples, args, num_models=2)
-    torch.nn.init.normal_(models.inference.first)
+    torch.nn.init.normal_(models.inference.prior)
     batch = batch_of(samples, range(8))
     x = batch["x"].expand(2, -1, -1)
-    mean, logvar = models.inference(x, batch["before"], batch["counts"])
+    mean, logvar, _ = models.inference(x, batch["before"], batch["counts"])
     place = {int(row): place for place, row in enumerate(batch["rows"])}
     for game in range(8):
         carry = models.inference.start(1)
@@ -208,6 +208,23 @@ def test_inference_step_by_step_is_inference_at_once(samples, args):
             carry, step_mean, step_logvar = models.inference.step(carry, x[:, at:at + 1])
             torch.testing.assert_close(step_mean[:, 0], mean[:, at], atol=1e-5, rtol=1e-4)
             torch.testing.assert_close(step_logvar[:, 0], logvar[:, at], atol=1e-5, rtol=1e-4)
+
+
+def test_inference_weighs_hypotheses_by_bayes_rule(samples, args):
+    models = make_models(samples, args)
+    torch.nn.init.normal_(models.inference.prior)
+    torch.nn.init.constant_(models.inference.keep, 50.0)  # nothing is forgotten
+    batch = batch_of(samples, range(8))
+    weighed = models.inference(batch["x"], batch["before"], batch["counts"])[2][0].exp()
+    _, table = models.inference.look(batch["x"])
+    place = {int(row): place for place, row in enumerate(batch["rows"])}
+    for game in range(8):
+        belief = models.inference.prior[0, 0].softmax(-1)
+        for row in rows_of(samples, game):
+            likelihood = table[0, place[row]].exp()  # [7, K]
+            torch.testing.assert_close(weighed[place[row]], likelihood @ belief, atol=1e-5, rtol=1e-4)
+            belief = belief * likelihood[samples["action"][row]]
+            belief = belief / belief.sum()
 
 
 def test_only_the_past_enters_the_inferred_goal(samples, args):
@@ -280,7 +297,7 @@ def test_only_the_loss_asked_for_shapes_the_goals(samples, args, loss, shapes):
     models, batch = make_models(samples, args), batch_of(samples)
     torch.nn.init.normal_(models.moa.action.weight)
     noise = torch.randn(1, len(batch["rows"]), args.goal_dim)
-    for name in ("moa", "moa_inferred", "recon", "kl", "inference"):
+    for name in ("moa", "moa_inferred", "evidence", "recon", "kl", "inference"):
         terms, _ = vae.loss_terms(models, batch, loss, noise)
         models.zero_grad()
         terms[name].sum().backward()
