@@ -115,7 +115,7 @@ class Args(RunArgs, GameArgs):
     """the local model, or a plain perceptron for one size of board, to compare with"""
     hidden_size: int | None = None
     """units in a hidden layer (default: 64, with --model mlp 256)"""
-    num_updates: int = 2500
+    num_updates: int = 2000
     """gradient steps"""
     batch_size: int = 1024
     """rows of each gradient step, taken in turn from the boards in equal parts"""
@@ -127,6 +127,8 @@ class Args(RunArgs, GameArgs):
     """weight of the reward's loss"""
     end_coef: float = 1.0
     """weight of the loss of the two ends"""
+    shrink: float = 0.03
+    """pull on the weights of the counted inputs towards 0, as a share of each step of Adam (local model)"""
     rollout_steps: int = 1
     """steps that the model is trained through: beyond the first it goes on from its own predictions"""
     check_every: int = 250
@@ -575,8 +577,9 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
     so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
     Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
-    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey and a few
-    steps before the deadline: crowds are rare in play, and every mixture of their actions is to be met.
+    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey, half of
+    the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
+    actions is to be met.
     """
     num_envs = max(1, min(512, num_rows // 50))
     game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
@@ -598,8 +601,12 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
         gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
         if gathered:
             prey = (game.board[:cells] >= STAG_BIT) * torch.rand(cells, num_envs, generator=generator, device=device)
+            spot = prey.argmax(0)
             joins = gathers & (draw(4, n).T > 0)
-            game.cell = torch.where(joins, prey.argmax(0), game.cell)
+            game.cell = torch.where(joins, spot, game.cell)
+            thinned = gathers & (torch.rand(game.board.shape, generator=generator, device=device) < 0.5)
+            thinned[:cells] &= torch.arange(cells, device=device)[:, None] != spot
+            game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
             deadline = torch.where(gathers, 1 + draw(4), deadline)
         game.deadline = torch.where(new, deadline, game.deadline)
         episode = torch.where(new, num_episodes + new.cumsum(0), episode)
@@ -858,7 +865,8 @@ class WorldModel(nn.Module):
         reach = neighbours(height, width, cell.device)[cell]  # [B, N, 9]
         kind = kinds.gather(1, reach.flatten(1)).view(reach.shape).long()
         offset = torch.arange(NUM_OFFSETS, device=cell.device)
-        extra = self.target_scores().flatten()[(actions[..., None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind]
+        index = (actions[..., None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind
+        extra = self.target_scores().flatten().index_select(0, index.flatten()).view(index.shape)
         scores = scores + F.pad(extra, (0, 1))
         return scores, shares, self.read_ground(content, counts), reach, present, together.sum(-1)
 
@@ -920,6 +928,13 @@ class WorldModel(nn.Module):
         reward = shares[:, 0, 0] + shares[:, 1:, 1].sum(1) * present[:, 0]
         return moved, after, reward
 
+    def shrink(self, size):
+        """Moves the weights of the counted inputs towards 0: what does not matter falls silent, so that numbers and
+        mixtures never met in training change nothing either."""
+        for net in (self.token, self.share, self.ground):
+            weight = net[0].weight.data[:, -NUM_ACTIONS * COUNT_LEVELS:]
+            weight.sub_(weight.clamp(-size, size))
+
     def loss_terms(self, batch):
         """The losses of one step on packed rows: dict of planes [N+3] (mean over rows, summed over cells), reward, end.
 
@@ -933,7 +948,7 @@ class WorldModel(nn.Module):
         players = (-(place * scores.log_softmax(-1)).sum(-1) * present).mean(0)
 
         after = bits_of(batch["next_ground"])  # [B, C, 3]
-        empty = self.empty_ground()[batch["ground"].long()]
+        empty = self.empty_ground().index_select(0, batch["ground"].flatten().int()).view(after.shape)
         stood_on = torch.zeros(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 1.0)[:, :-1]
         ground = (F.binary_cross_entropy_with_logits(empty, after, reduction="none") * (1 - stood_on)[..., None]).sum(1)
         there = F.pad(after, (0, 0, 0, 1)).gather(1, cell[..., None].expand(-1, -1, 3))
@@ -1110,6 +1125,9 @@ class WorldMLP(nn.Module):
         planes = planes.unflatten(2, (self.height, self.width)).permute(0, 2, 3, 1)
         end = end.sigmoid()
         return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
+
+    def shrink(self, size):
+        """Nothing here: no input is a count."""
 
     def loss_terms(self, batch):
         """As WorldModel.loss_terms."""
@@ -1394,7 +1412,11 @@ def check_flags(args):
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     if args.hidden_size is not None and args.hidden_size < 1:
         raise Refused(f"--hidden-size {args.hidden_size} must be at least 1")
-    for name in ("learning_rate", "reward_coef", "end_coef", "save_every"):
+    if not 0 <= args.gathered <= 1:
+        raise Refused(f"--gathered {args.gathered} must lie between 0 and 1")
+    if args.model == "mlp" and args.shrink != Args.shrink:
+        raise Refused(f"--shrink {args.shrink} means nothing with --model mlp")
+    for name in ("learning_rate", "reward_coef", "end_coef", "shrink", "save_every"):
         if not 0 <= getattr(args, name) < math.inf:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be 0 or more, and finite")
     if len(args.plane_weights) < 4 or not all(0 <= weight < math.inf for weight in args.plane_weights):
@@ -1404,7 +1426,7 @@ def check_flags(args):
         if getattr(args, name) != getattr(Args, name):
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} means nothing here: --boards says it")
     if args.data:
-        for name in ("boards", "rows", "save_data"):
+        for name in ("boards", "rows", "gathered", "save_data", "num_players"):
             if getattr(args, name) != getattr(Args, name):
                 raise Refused(f"--{name.replace('_', '-')} means nothing with --data, which says what to learn from")
         return {}
@@ -1571,6 +1593,7 @@ def main(args):
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
+            model.shrink(args.shrink * optimizer.param_groups[0]["lr"])
             updates += 1
             bar.update()
 
