@@ -1456,6 +1456,8 @@ def plot(path, rows, columns, size, title, paint):
 
     figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
     paint(axes)
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
     figure.suptitle(title)
     figure.tight_layout()
     figure.savefig(path, dpi=80)
@@ -1553,6 +1555,13 @@ def draw_view(view, caption):
     board = torch.where(ground[0] & 1 == 1, 0, board | (ground[0] >> 1 & 1) * STAG_BIT | (ground[0] >> 2 & 1) * HARE_BIT)
     game = SimpleNamespace(height=height, width=width, cells=height * width, board=board[:, None], cell=cell.T)
     return draw_board(game, 0, caption)
+
+
+def eventful(data, starts, steps):
+    """The start of the rollout in which most players leave, and among those the one in which they stay longest."""
+    present = (data["cell"] < data["height"] * data["width"]).sum(1)
+    there = torch.stack([present[starts + step] for step in range(steps)])
+    return int(starts[((there[0] - there[-1]) * 1000 + there.sum(0)).argmax()])
 
 
 def imagined_episode(model, data, start, steps, args):
@@ -1723,7 +1732,7 @@ def main(args):
     for steps in reversed(ROLLOUT_STEPS):
         starts = window_starts(long, steps)
         if len(starts):
-            frames = imagined_episode(model, long, int(starts[0]), steps, args)
+            frames = imagined_episode(model, long, eventful(long, starts, steps), steps, args)
             add_gif(writer, "imagined_episode", frames, 0, os.path.join(folder, "pictures", "imagined_episode.gif"))
             break
     writer.close()

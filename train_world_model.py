@@ -1485,24 +1485,26 @@ def gather_data(args, boards):
 
 
 def draw_curve(curve, path):
-    """Draws the learning curve: how far from exact the rows held out are, and the losses."""
+    """Draws the learning curve: errors and inexact views on the rows held out, and the losses."""
     import matplotlib  # here, for only pictures need it
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4))
+    figure, axes = plt.subplots(1, 4, figsize=(17, 4))
     updates = [point["update"] for point in curve]
-    for name in curve[-1]["boards"]:
-        wrong = [max(1 - point["boards"][name]["exact"], 1e-5) for point in curve]
-        left.semilogy(updates, wrong, marker=".", label=name)
-    left.set(title="next views not exact, on rows held out (none: at the bottom)", xlabel="gradient steps", ylabel="share")
+    for axis, key, title in zip(axes, ("obs_mse", "reward_mse", "exact"),
+                                ("obs MSE", "reward MSE", "share of next views that are not exact")):
+        for name in curve[-1]["boards"]:
+            values = [point["boards"][name][key] for point in curve]
+            axis.plot(updates, [1 - value for value in values] if key == "exact" else values, marker=".", label=name)
+        axis.set(title=title + "\non rows held out", xlabel="gradient steps", yscale="linear" if key == "exact" else "log")
     for name in curve[-1]["losses"]:
-        right.semilogy(updates, [max(point["losses"][name], 1e-9) for point in curve], marker=".", label=name)
-    right.set(title="losses", xlabel="gradient steps")
-    left.legend()
-    right.legend(ncol=2, fontsize=8)
+        axes[3].plot(updates, [point["losses"][name] for point in curve], marker=".", label=name)
+    axes[3].set(title="losses", xlabel="gradient steps", yscale="log")
+    axes[0].legend()
+    axes[3].legend()
     figure.tight_layout()
-    figure.savefig(path, dpi=90)
+    figure.savefig(path, dpi=80)
     plt.close(figure)
 
 
@@ -1547,11 +1549,13 @@ def main(args):
     optimizer = torch.optim.Adam(model.parameters(), lr=args.learning_rate, fused=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     updates, seconds_before, curve = 0, 0.0, []
+    checked, totals = 0, {}  # the losses summed up since the last measurement
     if checkpoint:
         model.load_state_dict(checkpoint["world_model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         generator.set_state(checkpoint["generator"])
         updates, seconds_before, curve = checkpoint["updates"], checkpoint["seconds"], checkpoint["curve"]
+        checked, totals = checkpoint["totals"]
 
     def seconds():
         return seconds_before + time.perf_counter() - START
@@ -1560,7 +1564,8 @@ def main(args):
         save_checkpoint(folder, {
             "script": "train_world_model.py", "config": dataclasses.asdict(args), "world_model_config": config,
             "world_model": model.state_dict(), "optimizer": optimizer.state_dict(),
-            "generator": generator.get_state(), "updates": updates, "seconds": seconds(), "curve": curve})
+            "generator": generator.get_state(), "updates": updates, "seconds": seconds(), "curve": curve,
+            "totals": (checked, totals)})
 
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
@@ -1572,7 +1577,7 @@ def main(args):
                for name, data in learned.items()}
     share = max(1, args.batch_size // len(learned))  # rows of each board in a gradient step
     saved = begun = time.perf_counter()
-    begun_at, totals = updates, {}
+    begun_at = updates
     bar = tqdm(total=args.num_updates, initial=updates, unit=" updates", dynamic_ncols=True, mininterval=0.5,
                desc="training")
     with Interrupt() as interrupt:
@@ -1597,9 +1602,9 @@ def main(args):
             updates += 1
             bar.update()
 
-            last = updates == args.num_updates or interrupt.wanted
-            if updates % args.check_every == 0 or last:
-                steps = updates % args.check_every or args.check_every
+            last = updates == args.num_updates
+            if updates % args.check_every == 0 or updates in (25, 50, 100) or last:
+                steps, checked = updates - checked, updates
                 losses, parts = {}, {}
                 for (name, key), value in totals.items():
                     value = value / steps
@@ -1620,7 +1625,7 @@ def main(args):
                 curve.append({"update": updates, "seconds": round(seconds(), 2), "losses": losses, "boards": checks})
                 bar.set_postfix_str("exact " + " ".join(f"{name} {100 * check['exact']:.2f}%"
                                                         for name, check in checks.items()), refresh=False)
-            if last or time.perf_counter() - saved > args.save_every:
+            if last or interrupt.wanted or time.perf_counter() - saved > args.save_every:
                 saved = time.perf_counter()
                 save()
     bar.close()
