@@ -2,7 +2,8 @@
 
     python pretrain_vae.py                                             goals, action model and inference (1 minute)
     python pretrain_vae.py --height 8 --width 8 --max-blocks 5         the same on 8x8 with obstacles
-    python pretrain_vae.py --loss recon --epochs 60                    goals that hold the whole view
+    python pretrain_vae.py --loss recon --kl-weight 1e-4 --vae-size 256 --epochs 30 --eval-every 5
+                                                                       goals that hold the whole view (2 minutes)
     python pretrain_vae.py --save-data games.npz                       keep the games; --data games.npz loads them
     tensorboard --logdir runs                                          losses, scores and pictures
 
@@ -690,7 +691,9 @@ def load_games(args):
         raise Refused(f"{flag} is no file of games: its flags cannot be read ({type(error).__name__})") from error
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for name, value in values.items():
-        given = getattr(args, name)
+        given, default = getattr(args, name), defaults[name]
+        if default is not None and not isinstance(value, (int, float) if isinstance(default, float) else type(default)):
+            raise Refused(f"{flag} is no file of games: its {name} is {value!r}")
         if given != value and given != defaults[name]:
             raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was made with {value}")
     args = dataclasses.replace(args, **values)
@@ -713,6 +716,8 @@ def load_games(args):
         if of_those.size and not 0 <= of_those.min() <= of_those.max() <= most:
             raise Refused(f"{flag}: {name} of players on the board holds {of_those.min()} to {of_those.max()}, "
                           f"not 0 to {most}")
+    if (there[:, 1:] & ~there[:, :-1]).any():
+        raise Refused(f"{flag}: present has players come back that had left")
     kinds = {"cell": np.int16, "board": np.uint8, "deadline": np.int32, "action": np.uint8, "kind": np.int64,
              "caught": np.uint8}
     return {name: torch.from_numpy(content[name].astype(kinds.get(name, bool))) for name in RECORD}, args
@@ -796,8 +801,10 @@ def make_samples(record, args, held_out):
     flat.update(start=start[keep], length=length[keep], player_kind=record["kind"].flatten()[keep],
                 caught=record["caught"].flatten()[keep].long(),
                 game=torch.arange(int(keep.sum()), device=args.device).repeat_interleave(length[keep]))
-    if not flat["posterior"].isfinite().all():
-        raise Refused(f"--data {args.data}: a player plays what no kind of --mix {' '.join(args.mix)} would play there")
+    kind = flat["player_kind"][flat["game"]]
+    played = flat["kind_probs"][torch.arange(total, device=args.device), kind, flat["action"]]
+    if (played == 0).any():
+        raise Refused(f"--data {args.data}: players play what their kind of --mix {' '.join(args.mix)} would not play")
     return flat
 
 
@@ -1115,9 +1122,12 @@ def rebuilding(players, ground, batch):
 def loss_terms(models, batch, loss, noise):
     """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal.
 
-    moa: -log-probability of the action, with the goal known in hindsight. moa_inferred: with the goal's mean inferred
-    from the past. evidence: with inference's own weighted hypotheses. recon: -log-likelihood of the view. kl: of the view's goal from the standard normal. inference: KL
-    of the inferred goal from the one in hindsight.
+    moa             -log-probability of the action, with the goal known in hindsight
+    moa_inferred    the same with the goal's mean inferred from the past
+    evidence        the same by goal inference's own weighted hypotheses
+    recon           -log-likelihood of the view
+    kl              of the view's goal from the standard normal
+    inference       KL of the inferred goal from the one in hindsight
     """
     mean, logvar = models.prior.encode(batch["view"])
     goal = mean + (0.5 * logvar).exp() * noise
@@ -1143,7 +1153,7 @@ def total_loss(terms, loss, kl_weight):
 
 def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters()]
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
@@ -1244,7 +1254,7 @@ def score_all(each, samples, frequencies):
 
 
 def fit_readout(goals, kind, num_kinds):
-    """A linear read-out of the kind (multinomial logistic regression): goals [M, G] -> what read_out takes."""
+    """A linear read-out of the kind, by logistic regression: goals [M, G] -> what read_out takes."""
     goals = goals.double()
     centre, spread = goals.mean(0), goals.std(0).clamp(min=1e-6)
     x = F.pad((goals - centre) / spread, (0, 1), value=1.0)
@@ -1269,7 +1279,7 @@ def read_out(readout, goals):
 
 @torch.no_grad()
 def goals_of(models, samples, args, most=30_000):
-    """The goals of about that many samples, whole games evenly spread: the samples' rows, goals in hindsight, inferred."""
+    """The goals of about that many samples, whole games evenly spread: their rows, goals in hindsight, inferred."""
     step = math.ceil(len(samples["x"]) / most)
     parts = []
     for games in torch.arange(0, len(samples["start"]), step, device=args.device).split(512):
@@ -1290,7 +1300,8 @@ def meaning_of_goals(models, train, each, held_out, args):
     caught, train_caught = (x["caught"][x["game"]] for x in (held_out, train))
     rows, *goals = goals_of(models, train, args)
     from_hindsight, from_inferred = (fit_readout(goal, train_kind[rows], num_kinds) for goal in goals)
-    commonest = torch.stack([F.one_hot(train_kind[train_caught == c], num_kinds).sum(0) for c in range(len(CAUGHT))]).argmax(1)
+    commonest = torch.stack([torch.bincount(train_kind[train_caught == c], minlength=num_kinds)
+                             for c in range(len(CAUGHT))]).argmax(1)
     share = lambda right: right.double().mean().item()
     posterior = held_out["posterior"].double()
     bayes = posterior.amax(1)
@@ -1299,7 +1310,8 @@ def meaning_of_goals(models, train, each, held_out, args):
     for t in range(int(held_out["step"].max()) + 1):
         there = held_out["step"] == t
         if there.sum() >= 100:
-            steps.append({"step": t, "samples": int(there.sum()), "bayes": share(bayes[there]), "inferred": share(inferred[there])})
+            steps.append({"step": t, "samples": int(there.sum()), "bayes": share(bayes[there]),
+                          "inferred": share(inferred[there])})
     return {"hindsight": share(read_out(from_hindsight, each["goal_hindsight"]) == kind),
             "caught_rule": share(commonest[caught] == kind), "inferred": share(inferred), "bayes": share(bayes),
             "largest_gap": max((step["bayes"] - step["inferred"] for step in steps), default=0.0), "by_step": steps}
@@ -1446,7 +1458,8 @@ TAGS = {"total": "vae/total", "recon": "vae/recon", "kl": "vae/kl", "inference":
 
 def epoch_line(epoch, moa):
     """The line of an epoch: as in the notes, and beside it the ceilings."""
-    inferred, hindsight, history, kind = moa["inferred"], moa["hindsight"], moa["ceiling"]["history"], moa["ceiling"]["kind"]
+    inferred, hindsight = moa["inferred"], moa["hindsight"]
+    history, kind = moa["ceiling"]["history"], moa["ceiling"]["kind"]
     return (f"[MOA] epoch {epoch}: top1={inferred['top1']:.4f}, top3={inferred['top3']:.4f}, "
             f"ce={inferred['cross_entropy']:.4f} (goal inferred; ceiling, history known: {history['top1']:.4f}, "
             f"{history['top3']:.4f}, {history['cross_entropy']:.4f}; always the commonest: {moa['trivial']['top1']:.4f})\n"
@@ -1468,11 +1481,14 @@ def log_scores(writer, moa, row, epoch):
 
 def print_results(args, moa, results, meaning):
     """The tables at the end of a run."""
+    keys = ("top1", "hit_rate", "top3", "cross_entropy", "cross_entropy_played")
     rows = [["", "top1", "hit rate", "top3", "cross-entropy", "on those played"]]
-    for name, scores in (("goal inferred from the past", moa["inferred"]), ("  ceiling: only the history known", moa["ceiling"]["history"]),
-                         ("goal known in hindsight", moa["hindsight"]), ("  beside it: the kind known", moa["ceiling"]["kind"]),
+    for name, scores in (("goal inferred from the past", moa["inferred"]),
+                         ("  ceiling: only the history known", moa["ceiling"]["history"]),
+                         ("goal known in hindsight", moa["hindsight"]),
+                         ("  beside it: the kind known", moa["ceiling"]["kind"]),
                          ("always the commonest action", moa["trivial"])):
-        rows.append([name, *(f"{scores[key]:.4f}" for key in ("top1", "hit_rate", "top3", "cross_entropy", "cross_entropy_played"))])
+        rows.append([name, *(f"{scores[key]:.4f}" for key in keys)])
     print_table(f"predicting actions in held-out games ({' '.join(args.mix)}, {board_name(args)})", rows)
     rows = [["", *ACTIONS]]
     for name, scores in (("goal inferred", moa["inferred"]), ("  its ceiling", moa["ceiling"]["history"]),
@@ -1483,9 +1499,10 @@ def print_results(args, moa, results, meaning):
     print(f"\nviews rebuilt: {100 * vae['exact_views']:.2f} % with every piece in its cell, recon {vae['recon']:.4f} nats, "
           f"kl {vae['kl']:.2f} nats")
     if meaning is not None:
-        print(f"kinds told by a linear read-out: from the goal in hindsight {100 * meaning['hindsight']:.2f} % (best rule on what "
-              f"was caught {100 * meaning['caught_rule']:.2f} %), from the inferred goal {100 * meaning['inferred']:.2f} % "
-              f"(Bayes {100 * meaning['bayes']:.2f} %; largest gap at any step {100 * meaning['largest_gap']:.2f} points)")
+        percent = {name: f"{100 * value:.2f}" for name, value in meaning.items() if name != "by_step"}
+        print(f"kinds told by a linear read-out: {percent['hindsight']} % from the goal in hindsight (best rule on what was "
+              f"caught: {percent['caught_rule']} %),\n  {percent['inferred']} % from the inferred goal (Bayes: "
+              f"{percent['bayes']} %; largest gap at any step: {percent['largest_gap']} points)")
 
 
 def write_evaluation(folder, epoch, moa, each, samples):
@@ -1515,7 +1532,8 @@ def write_evaluation(folder, epoch, moa, each, samples):
 
 def confusion_matrix(probs, action):
     """How often each action played [row] was predicted as each [column]: [7, 7]."""
-    return torch.bincount(action * NUM_ACTIONS + probs.argmax(1), minlength=NUM_ACTIONS**2).view(NUM_ACTIONS, NUM_ACTIONS)
+    pairs = torch.bincount(action * NUM_ACTIONS + probs.argmax(1), minlength=NUM_ACTIONS**2)
+    return pairs.view(NUM_ACTIONS, NUM_ACTIONS)
 
 
 def figure(title, width=6.4, height=4.2, columns=1):
@@ -1613,7 +1631,7 @@ def draw_reliability(moa, each, samples):
 
 def draw_goals(moa, each, samples):
     """A map of the goal space: its two main directions, coloured by what the player caught in the end."""
-    result, axes = figure("Goals by what the player caught in the end (two main directions of those in hindsight)", 11, 5, 2)
+    result, axes = figure("Goals by what the player caught in the end (two main directions in hindsight)", 11, 5, 2)
     goals = each["goal_hindsight"].double().cpu()
     centre = goals.mean(0)
     _, _, directions = torch.pca_lowrank(goals[::max(1, len(goals) // 5000)] - centre, 2, center=False, niter=8)
@@ -1635,9 +1653,11 @@ def draw_kinds(meaning):
     steps = meaning["by_step"]
     at = [step["step"] for step in steps]
     ax.plot(at, [step["bayes"] for step in steps], color=GREY, marker="s", markersize=4, label="Bayes' rule")
-    ax.plot(at, [step["inferred"] for step in steps], color=BLUE, marker="o", markersize=3, label="linear read-out of the inferred goal")
+    ax.plot(at, [step["inferred"] for step in steps], color=BLUE, marker="o", markersize=3,
+            label="linear read-out of the inferred goal")
     ax.axhline(meaning["hindsight"], color=ORANGE, linewidth=1, label="read-out of the goal in hindsight, all steps")
-    ax.axhline(meaning["caught_rule"], color=ORANGE, linewidth=1, linestyle=":", label="best rule on what was caught, all steps")
+    ax.axhline(meaning["caught_rule"], color=ORANGE, linewidth=1, linestyle=":",
+               label="best rule on what was caught, all steps")
     ax.set(xlabel="steps seen", ylabel="share right", ylim=(None, 1.01))
     ax.legend(frameon=False, fontsize=8)
     return result
@@ -1667,7 +1687,8 @@ def write_pictures(folder, writer, epoch, history, moa, each, samples, meaning):
 def check_vae_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name, least in (("samples", 1), ("held_out_samples", 1), ("goal_dim", 1), ("hidden_size", 1), ("vae_size", 1),
-                        ("batch_size", 1), ("hypotheses", 1), ("epochs", 0), ("eval_every", 1), ("kl_warmup", 0), ("horizon", 0)):
+                        ("batch_size", 1), ("hypotheses", 1), ("eval_every", 1), ("epochs", 0), ("kl_warmup", 0),
+                        ("horizon", 0)):
         value = getattr(args, name)
         if value is not None and value < least:
             raise Refused(f"--{name.replace('_', '-')} {value} must be at least {least}")
@@ -1681,11 +1702,11 @@ def check_vae_flags(args):
         raise Refused("--mix names no kind of player")
     mix_rules(args.mix)
     if args.shares is not None:
+        shares = f"--shares {' '.join(f'{share:g}' for share in args.shares)}"
         if len(args.shares) != len(args.mix):
-            raise Refused(f"--shares {' '.join(f'{share:g}' for share in args.shares)} must be {len(args.mix)} numbers, one "
-                          f"for each of --mix {' '.join(args.mix)}")
+            raise Refused(f"{shares} must be {len(args.mix)} numbers, one for each of --mix {' '.join(args.mix)}")
         if not all(0 < share < math.inf for share in args.shares):
-            raise Refused(f"--shares {' '.join(f'{share:g}' for share in args.shares)} must be greater than 0")
+            raise Refused(f"{shares} must be greater than 0")
     if args.kl_warmup and not args.kl_weight:
         raise Refused(f"--kl-warmup {args.kl_warmup} means nothing with --kl-weight 0")
     if args.kl_warmup > args.epochs:
@@ -1735,7 +1756,7 @@ def main(args):
     folder = open_run(args)
 
     optimizer = torch.optim.Adam(models.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)
+    generator = torch.Generator(args.device).manual_seed(args.seed)
     num_games, num_samples = len(train["start"]), len(train["x"])
     batches = math.ceil(num_games / args.batch_size)
     frequencies = torch.bincount(train["action"], minlength=NUM_ACTIONS).float() / num_samples
@@ -1745,7 +1766,8 @@ def main(args):
         optimizer.load_state_dict(checkpoint["optimizer"])
         generator.set_state(checkpoint["generator"])
         history, epoch, done = checkpoint["history"], checkpoint["epoch"], checkpoint["done"]
-        order, sums, seconds_before = checkpoint["order"], checkpoint["sums"], checkpoint["seconds"]
+        order, seconds_before = checkpoint["order"], checkpoint["seconds"]
+        sums = {name: value.to(args.device) for name, value in checkpoint["sums"].items()}
 
     def seconds():
         return seconds_before + time.perf_counter() - START
@@ -1763,8 +1785,11 @@ def main(args):
     flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
     writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
     os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    print(f"[VAE] {num_samples} samples of {num_games} players' games to train on, {len(held_out['x'])} of other episodes "
-          f"held out ({board_name(args)}, {' '.join(args.mix)})")
+    print(f"[VAE] {num_samples} samples of {num_games} players' games to train on, {len(held_out['x'])} of other "
+          f"episodes held out ({board_name(args)}, {' '.join(args.mix)})")
+    if args.moa_samples == "rewarded":
+        print("[MOA] --moa-samples rewarded picks players by what they will catch; the ceilings know nothing of that, "
+              "and may be exceeded")
     means, each, moa = None, None, None
     saved = time.perf_counter()
     bar = tqdm(total=args.epochs * num_samples, initial=epoch * num_samples, unit=" samples", unit_scale=True,
@@ -1773,15 +1798,15 @@ def main(args):
         while epoch < args.epochs and not interrupt.wanted:
             epoch_begun, begun_at = time.perf_counter(), done
             if order is None:
-                order = torch.randperm(num_games, generator=generator)
-            pieces = order.chunk(batches)
+                order = torch.randperm(num_games, generator=generator, device=args.device)
+            pieces = order.to(args.device).chunk(batches)
             while done < len(pieces) and not interrupt.wanted:
                 progress = epoch + done / len(pieces)
                 for group in optimizer.param_groups:
                     group["lr"] = args.learning_rate * (1 - progress / args.epochs)
                 kl_weight = args.kl_weight * (min(1.0, progress / args.kl_warmup) if args.kl_warmup else 1.0)
                 symmetry = Symmetry.draw(args, generator) if args.augment else None
-                batch = make_batch(train, pieces[done].to(args.device), args.horizon, symmetry)
+                batch = make_batch(train, pieces[done], args.horizon, symmetry)
                 losses = train_batch(models, optimizer, batch, args, kl_weight, generator)
                 weight = len(batch["rows"]) / num_samples
                 sums = {name: sums.get(name, 0.0) + value.double() * weight for name, value in losses.items()}
@@ -1828,10 +1853,9 @@ def main(args):
     write_pictures(folder, writer, epoch, history, moa, each, held_out, meaning)
     writer.close()
     exact = each["exact"].double().mean().item()
-    results = {"epochs": epoch, "samples": num_samples, "held_out_samples": len(held_out["x"]),
-               "moa": moa, "vae": {"recon": means["recon"], "kl": means["kl"], "exact_views": exact, "total": means["total"],
-                                   "inference": means["inference"]}, "goal": meaning,
-               "training_seconds": round(trained_seconds, 2), "seconds": round(seconds(), 2),
+    results = {"epochs": epoch, "samples": num_samples, "held_out_samples": len(held_out["x"]), "moa": moa,
+               "vae": {**{name: means[name] for name in ("recon", "kl", "total", "inference")}, "exact_views": exact},
+               "goal": meaning, "training_seconds": round(trained_seconds, 2), "seconds": round(seconds(), 2),
                "cpu_seconds": round(time.process_time(), 2)}
     save_json(os.path.join(folder, "results.json"), results)
     print_results(args, moa, results, meaning)

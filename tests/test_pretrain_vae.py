@@ -287,8 +287,9 @@ def test_recon_is_the_likelihood_of_the_pieces(samples, args):
         right = [players[0, row, p].argmax() == batch["cells"][row, p] for p in range(4)]
         right += [ground[0, row, c].argmax() == batch["ground"][row, c] for c in range(16)]
         assert bool(exact[0, row]) == all(right)
-    perfect = torch.nn.functional.one_hot(batch["cells"], 17)[None].float(), torch.nn.functional.one_hot(batch["ground"], 4)[None].float()
-    recon, exact = vae.rebuilding(*(p.clamp(min=1e-9).log() for p in perfect), batch)
+    perfect = (torch.nn.functional.one_hot(batch[name], classes)[None].float().clamp(min=1e-9).log()
+               for name, classes in (("cells", 17), ("ground", 4)))
+    recon, exact = vae.rebuilding(*perfect, batch)
     assert exact.all() and recon.abs().max() < 1e-5
 
 
@@ -453,6 +454,8 @@ BAD_DATA = {
     "no such cell": lambda c: change(c, cell=np.where(c["present"], 16, c["cell"])),
     "no such kind": lambda c: change(c, kind=c["kind"] + 2),
     "nobody plays so": lambda c: change(c, action=np.where(c["present"], 6, c["action"])),
+    "back again": lambda c: change(c, present=np.concatenate([c["present"][:, :1] & False, c["present"][:, 1:]], 1)),
+    "a flag of no sense": lambda c: change(c, flags=np.array(str(c["flags"]).replace('"height": 4', '"height": "4"'))),
     "nobody there": lambda c: change(c, present=c["present"] & False),
     "nothing held out": lambda c: change(c, held_out=c["held_out"] & False),
 }
