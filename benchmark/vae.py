@@ -1,6 +1,6 @@
 """How well goals and actions are learned, against their ceilings, over five seeds.
 
-    python benchmark/vae.py                            all cases; 40 minutes on an idle core
+    python benchmark/vae.py                            all cases, about an hour on an idle core
     python benchmark/vae.py --cases 4x4 8x8-b5         some of them
     python benchmark/vae.py --table                    only print what is there
 
@@ -24,6 +24,7 @@ CASES = {
     "4x4 recon": [*RECON, "--epochs", "30"],
     "4x4 goal-dim 8": ["--goal-dim", "8"],
     "4x4 both": ["--loss", "both"],
+    "8x8-b5 30 epochs": [*BLOCKS, "--epochs", "30", "--eval-every", "5"],
     "8x8-b5 recon": [*BLOCKS, *RECON, "--epochs", "30"],
 }
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
