@@ -534,8 +534,8 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
     so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
     Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
-    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey, half of
-    the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
+    mean nothing. A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey,
+    half of the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
     actions is to be met.
     """
     num_envs = max(1, min(512, num_rows // 50))
@@ -557,14 +557,14 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
         deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
         gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
         if gathered:
-            prey = (game.board[:cells] >= STAG_BIT) * torch.rand(cells, num_envs, generator=generator, device=device)
-            spot = prey.argmax(0)
-            joins = gathers & (draw(4, n).T > 0)
+            fits = (game.board[:cells] >= STAG_BIT) | (game.board[:cells] > 0) & (draw(4) == 0)
+            spot = (fits * torch.rand(cells, num_envs, generator=generator, device=device)).argmax(0)
+            joins = gathers & (draw(6, n).T > 0)
             game.cell = torch.where(joins, spot, game.cell)
             thinned = gathers & (torch.rand(game.board.shape, generator=generator, device=device) < 0.5)
             thinned[:cells] &= torch.arange(cells, device=device)[:, None] != spot
             game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
-            deadline = torch.where(gathers, 1 + draw(4), deadline)
+            deadline = torch.where(gathers, 1 + draw(3), deadline)
         game.deadline = torch.where(new, deadline, game.deadline)
         episode = torch.where(new, num_episodes + new.cumsum(0), episode)
         num_episodes += num_envs
@@ -733,6 +733,18 @@ def settle(reward, known):
     return reward + torch.where(near, nearest - reward, 0.0).detach()
 
 
+def cases(cell, ground, actions):
+    """A number [B, N] for all that a player's token sees: who else on its cell does what, what is on it, its own action.
+
+    Packed views; each action of another counts for a power of the number of players in the sum that names them all.
+    """
+    n = cell.shape[1]
+    power = n**torch.arange(NUM_ACTIONS, device=cell.device)[actions]
+    together = cell[:, :, None] == cell[:, None]
+    others = (together * power[:, None]).sum(2) - power
+    return (others * 8 + F.pad(ground, (0, 1)).gather(1, cell)) * NUM_ACTIONS + actions
+
+
 class WorldModel(nn.Module):
     """What comes next, from a player's own view and everybody's action: learned, local, the same for every board.
 
@@ -776,6 +788,11 @@ class WorldModel(nn.Module):
                  bits)
         return self.target(torch.cat([part.expand(*shape, -1) for part in parts], -1)).squeeze(-1)
 
+    def scores_of_targets(self, actions, kind):
+        """The target scores [..., 9] of actions [...] where the cells at the offsets are of some kinds [..., 9]."""
+        chosen = F.one_hot(actions, NUM_ACTIONS).float() @ self.target_scores().flatten(1)  # sums faster than an index
+        return chosen.unflatten(-1, (NUM_OFFSETS, OUTSIDE + 1)).gather(-1, kind[..., None]).squeeze(-1)
+
     def read_token(self, action, content, others):
         """One-hot action [..., 7], what is on the cell [..., 3], counts of the others' actions there [..., 7]
         -> scores [..., 10], shares of reward [..., 2] in the units of the game."""
@@ -807,16 +824,21 @@ class WorldModel(nn.Module):
         action = F.one_hot(actions, NUM_ACTIONS).float()
         together = (cell[:, :, None] == cell[:, None]).float() * present[:, None]
         counts = together @ action  # [B, N, 7], on its cell, itself among them
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
         content = bits_of(F.pad(ground, (0, 1)).gather(1, cell))
-        scores, shares = self.read_token(action, content, counts - action * present[..., None])
+        others = counts - action * present[..., None]
+        # Most players are in the same few cases: each case goes through the networks once.
+        case, which = (cases(cell, ground, actions) * 2 + present.long()).unique(return_inverse=True)
+        which = which.flatten()
+        row = torch.empty_like(case).scatter_(0, which, torch.arange(len(which), device=cell.device))
+        action, content, others, counts = (x.flatten(0, 1)[row] for x in (action, content, others, counts))
+        shape = cell.shape
+        scores, shares, here = (x.index_select(0, which).unflatten(0, shape) for x in
+                                (*self.read_token(action, content, others), self.read_ground(content, counts)))
+        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
         reach = neighbours(height, width, cell.device)[cell]  # [B, N, 9]
         kind = kinds.gather(1, reach.flatten(1)).view(reach.shape).long()
-        offset = torch.arange(NUM_OFFSETS, device=cell.device)
-        index = (actions[..., None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind
-        extra = self.target_scores().flatten().index_select(0, index.flatten()).view(index.shape)
-        scores = scores + F.pad(extra, (0, 1))
-        return scores, shares, self.read_ground(content, counts), reach, present, together.sum(-1)
+        scores = scores + F.pad(self.scores_of_targets(actions, kind), (0, 1))
+        return scores, shares, here, reach, present, together.sum(-1)
 
     def forward(self, view, actions, step, steps_left, soft=False):
         """The step from a view [B, H, W, N+3] under all players' actions [B, N], ego first.
@@ -864,9 +886,8 @@ class WorldModel(nn.Module):
         reach = neighbours(height, width, view.device)[:-1]  # [C, 9]
         kinds = F.pad(pack(view.transpose(1, 2).unflatten(1, (height, width)))[1], (0, 1), value=OUTSIDE).long()
         kind = kinds[:, reach][:, None]  # [B, 1, C, 9]
-        offset = torch.arange(NUM_OFFSETS, device=view.device)
-        index = (actions[:, :, None, None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind
-        scores = scores + F.pad(self.target_scores().flatten()[index], (0, 1))
+        scores = scores + F.pad(self.scores_of_targets(actions[:, :, None].expand(-1, -1, cells),
+                                                       kind.expand(-1, n, -1, -1)), (0, 1))
         chance = scores.softmax(-1)[..., :GONE] * players[..., None]  # [B, N, C, 9]
         moved = chance.new_zeros(batch, n, cells + 1)
         moved = moved.scatter_add(2, reach.flatten().expand(batch, n, -1), chance.flatten(2))[..., :-1]
@@ -896,19 +917,22 @@ class WorldModel(nn.Module):
         players = (-(place * scores.log_softmax(-1)).sum(-1) * present).mean(0)
 
         after = bits_of(batch["next_ground"])  # [B, C, 3]
-        empty = self.empty_ground().index_select(0, batch["ground"].flatten().int()).view(after.shape)
-        stood_on = torch.zeros(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 1.0)[:, :-1]
-        ground = (F.binary_cross_entropy_with_logits(empty, after, reduction="none") * (1 - stood_on)[..., None]).sum(1)
+        # Of the cells where nobody stands it matters only how often which bits become which: [before, after].
+        free = torch.ones(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 0.0)[:, :-1]
+        change = batch["ground"].flatten().long() * 8 + batch["next_ground"].flatten()
+        change = change.bincount(weights=free.flatten(), minlength=64).view(8, 8).float()
+        empty, bits = self.empty_ground(), bits_of(torch.arange(8, dtype=torch.uint8, device=cell.device))
+        ground = (F.softplus(empty) * change.sum(1, keepdim=True) - empty * (change @ bits)).sum(0) / len(cell)
         there = F.pad(after, (0, 0, 0, 1)).gather(1, cell[..., None].expand(-1, -1, 3))
         there = F.binary_cross_entropy_with_logits(here, there, reduction="none")
-        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1)
+        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1).mean(0)
 
         reward = self.add_shares(shares, present)
         reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
         left = (batch["next_cell"] < height * width).float()
         prey = after.sum(1)
         end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
-        return {"planes": torch.cat([players, ground.mean(0)]), "reward": reward_loss,
+        return {"planes": torch.cat([players, ground]), "reward": reward_loss,
                 "end": end_loss(end, batch)}
 
     @torch.no_grad()
@@ -1292,7 +1316,7 @@ def rotated(actions, args):
 
 
 @torch.no_grad()
-def test_tables(model, data):
+def tables_exact(model, data):
     """The share of rows whose next view, reward and ends are all right in the tables that a search uses."""
     tables = model.tabulate(data["height"], data["width"], data["cell"].shape[1])
     right = 0
@@ -1684,7 +1708,7 @@ def main(args):
           f"episode {percent(results['episode_end'])})")
     print(f"legal actions of the predicted view right: {percent(results['legal_exact'])}")
     if isinstance(model, WorldModel) and n <= TABLE_PLAYERS and not args.rotate_actions:
-        results["tables_exact"] = test_tables(model, data)
+        results["tables_exact"] = tables_exact(model, data)
         print(f"tables of the search, view, reward and ends together: {percent(results['tables_exact'])}")
 
     print("\n=== Breaches of the rules ===")

@@ -18,7 +18,7 @@ import sys
 import tyro
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-FEW = " --rows 20000 --rollouts 1000"
+FEW = " --rows 10000 --rollouts 500"
 OWN_BOARD = {"4x4": ""}
 # model: (flags of train_world_model.py, {test: flags of test_obs_reward_model.py})
 MODELS = {

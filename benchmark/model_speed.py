@@ -1,0 +1,123 @@
+"""How many transitions a second a trained world model predicts in batch: as tables, as networks, and against the game.
+
+    python benchmark/model_speed.py                                  trains a model first (a minute)
+    python benchmark/model_speed.py --checkpoint runs/x/checkpoint.pt --threads 2
+
+One transition is one joint move of all players seen by one of them: next view, reward and both ends. "tables, packed"
+takes and gives cells and ground bits, "tables, planes" planes of bytes, "networks" gives probabilities; "game" is
+BatchedStagHunt.advance, the true rules, with the same batch. Prints a Markdown table, the median of 5 repeats with the
+slowest and the fastest, and writes each row as it comes to `--folder`; rows that are there are not measured again.
+"""
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import tyro
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+sys.path.insert(0, os.path.join(HERE, ".."))
+
+import train_world_model as script  # noqa: E402
+
+BOARDS = {"4x4": "4x4", "8x8": "8x8", "8x8, 5 blocks": "8x8b5", "5x5, 6 players": "5x5p6"}
+BATCHES = (256, 1024, 4096, 16384)
+REPEATS = 5
+SECONDS = 0.4  # of each repeat
+
+
+@dataclasses.dataclass
+class Args:
+    checkpoint: str = ""
+    """checkpoint.pt of train_world_model.py (default: one is trained in the folder)"""
+    threads: int = 1
+    """threads that PyTorch may use"""
+    folder: str = os.path.join("runs", "benchmark-model-speed")
+    """where the results go"""
+
+
+def transitions_per_second(call, batch):
+    """[slowest, ..., fastest] of REPEATS."""
+    for _ in range(3):
+        call()
+    speeds = []
+    for _ in range(REPEATS):
+        done, start = 0, time.perf_counter()
+        while (passed := time.perf_counter() - start) < SECONDS:
+            call()
+            done += batch
+        speeds.append(done / passed)
+    return sorted(speeds)
+
+
+@torch.no_grad()
+def calls(model, board, batch):
+    """What is measured: {name: function}."""
+    data = script.collect(board, batch, seed=1)
+    rows = script.pick_rows(data, torch.arange(batch))
+    height, width, players = board["height"], board["width"], board["num_players"]
+    tables = model.tabulate(height, width, players)
+    view = script.unpack(rows["cell"], rows["ground"], height, width)
+    rest = rows["actions"], rows["step"], rows["steps_left"]
+    game = script.BatchedStagHunt(batch, **board)
+    start = game.get_state()
+
+    def play():
+        game.cell, game.board, game.clock = start["cell"].T.contiguous(), start["board"].T.contiguous(), start["clock"]
+        game.advance(rows["actions"])
+
+    return {"tables, packed": lambda: tables.step(rows["cell"], rows["ground"], *rest),
+            "tables, planes": lambda: tables.step_view(view, *rest),
+            "networks": lambda: model(view, *rest), "game": play}
+
+
+def table(done):
+    batches = sorted({int(key.split("|")[2]) for key in done})
+    lines = ["| board | what | threads | " + " | ".join(f"batch {batch}" for batch in batches) + " |",
+             "|" + "---|" * (3 + len(batches))]
+    for board, name, threads in dict.fromkeys((key.split("|")[0], key.split("|")[1], key.split("|")[3]) for key in done):
+        cells = []
+        for batch in batches:
+            speeds = done.get(f"{board}|{name}|{batch}|{threads}")
+            cells.append(f"{statistics.median(speeds):,.0f} ({speeds[0]:,.0f} to {speeds[-1]:,.0f})" if speeds else "")
+        lines.append(f"| {board} | {name} | {threads} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def main(args):
+    torch.set_num_threads(args.threads)
+    os.makedirs(args.folder, exist_ok=True)
+    checkpoint = args.checkpoint or os.path.join(args.folder, "model", "checkpoint.pt")
+    if not args.checkpoint and not os.path.isfile(os.path.join(args.folder, "model", "results.json")):
+        subprocess.run([sys.executable, os.path.join(HERE, "..", "train_world_model.py"), "--runs-dir", args.folder,
+                        "--run-name", "model"], check=True)
+    path = os.path.join(args.folder, "model_speed.json")
+    done = {}
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            done = json.load(file)
+    try:
+        model, _ = script.load_world_model(checkpoint, "--checkpoint")
+    except script.Refused as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        return 2
+    for name, text in BOARDS.items():
+        board = script.parse_board(text, script.Args())
+        for batch in BATCHES:
+            with torch.no_grad():
+                for what, call in calls(model, board, batch).items():
+                    key = f"{name}|{what}|{batch}|{args.threads}"
+                    if key not in done:
+                        done[key] = transitions_per_second(call, batch)
+                        script.save_json(path, done)
+    print(table(done))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))
