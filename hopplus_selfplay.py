@@ -129,6 +129,8 @@ class Args(RunArgs, GameArgs):
     at all, the others being predicted to act at random"""
     goal_dim: int = 16
     """numbers in a goal"""
+    hypotheses: int = 8
+    """ways to play among which the inference of a goal tells"""
     selector: Literal["max", "min"] = "max"
     """the goal in hindsight is the state within the horizon that the reader values most, or least"""
     horizon: int = 35
@@ -149,8 +151,8 @@ class Args(RunArgs, GameArgs):
     """an action tried n times has at most widening * sqrt(n) outcomes"""
     imagined_ratio: float = 8.0
     """imagined steps for each real one, for every player; 0 for none"""
-    strangers: float = 0.25
-    """share of the imagined games in which the others' goals are those of the players of the warm-up, not of the belief"""
+    strangers: float = 0.5
+    """share of the imagined games that start from games of the warm-up, with its players, not from real ones"""
     buffer: Literal["transitions", "episodes"] = "transitions"
     """the models of others learn from the steps just played, or also from those kept in a buffer"""
     buffer_size: int | None = None
@@ -159,10 +161,10 @@ class Args(RunArgs, GameArgs):
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
     world_model_checkpoint: str | None = None
     """run folder or checkpoint of train_world_model.py, in place of that part of the warm-up"""
-    warmup_samples: int = 40_000
-    """samples of rule-based play in the warm-up of goals and models of others"""
-    warmup_epochs: int = 3
-    """times that the warm-up goes through them"""
+    warmup_games: int = 128
+    """meetings of rule-based players played side by side for the warm-up, four times --final-time steps each"""
+    warmup_epochs: int = 4
+    """times that the warm-up of goals and models of others goes through them"""
     warmup_updates: int = 400
     """gradient steps of the world model in the warm-up"""
     mix: tuple[str, ...] = ("ns", "nh")
@@ -179,6 +181,8 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for the models of others and the inference of goals"""
     moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
+    moa_passes: int = 4
+    """further times, in smaller pieces and without the inference"""
     inference_weight: float = 0.05
     """weight of the goal inference's own loss beside that of the predicted actions"""
     gamma: float = 0.99
@@ -955,59 +959,67 @@ class ActionModel(nn.Module):
 class GoalInference(nn.Module):
     """The goals of a co-player from its views and actions so far (a CVAE's recognition from the past), of L models.
 
-    Each pair of a view and the next, which shows the action taken in between, is a piece of evidence; the memory adds
-    the pieces up and forgets by a gate: h' = f * h + e, where f and e depend on the pair alone (a linear recurrence,
-    as in Feng et al. 2024, "Were RNNs all we needed?"). Adding up is what Bayes' rule does with log-likelihoods.
-    Step by step it is `step(carry, x)`: the carry holds the memory and what is kept of the view before.
+    It weighs hypotheses as Bayes' rule does. Each hypothesis is a way to play, learned here: action probabilities for
+    every view. The memory holds their log-weights and adds the log-likelihood of each action seen, after forgetting a
+    little: h' = f * h + log p(action | view before), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
+    needed?"). The goal is read from the weights and the present view.
+
+    Step by step it is `step(carry, x)`: the carry holds the memory and what each hypothesis makes of each action.
     """
 
-    def __init__(self, num_models, num_inputs, hidden_size, goal_dim, final_time, seed, memory=32):
+    def __init__(self, num_models, num_inputs, num_players, hidden_size, goal_dim, hypotheses, final_time, seed):
         super().__init__()
         scale = torch.ones(num_inputs)
         scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
         self.register_buffer("scale", scale)
-        self.memory = memory
-        self.hidden_size = hidden_size
-        self.view = Linear(num_models, num_inputs, 2 * hidden_size, math.sqrt(2), seed)  # as the later, as the earlier
-        self.first = nn.Parameter(torch.zeros(num_models, 1, hidden_size))  # in place of a view before the first
-        self.pair = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.evidence = Linear(num_models, hidden_size, 2 * memory, 0.5, seed)
-        self.mix = Linear(num_models, hidden_size + memory, hidden_size, math.sqrt(2), seed)
+        self.hypotheses, self.previous = hypotheses, num_inputs - 2 - (num_players + 1) * NUM_ACTIONS
+        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
+        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
+        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
 
-    def start(self, num):
-        """The carry before the first step: [L, num, memory + hidden]."""
-        first = self.first.expand(-1, num, -1)
-        return torch.cat([first.new_zeros(*first.shape[:2], self.memory), first], -1)
+    def look(self, x):
+        """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
+        hidden = F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
+        return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
 
-    def read(self, h, pair):
-        hidden = F.relu(self.mix(torch.cat([torch.tanh(h), pair], -1)))
-        mean, logvar = self.out(hidden).chunk(2, -1)
+    def played(self, x):
+        """The player's action just before a view, as the view tells it: [L, M]."""
+        return x[..., self.previous:self.previous + NUM_ACTIONS].argmax(-1)
+
+    def read(self, h, hidden):
+        """Memory and hidden units -> mean and log-variance of the goal [L, M, G]."""
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([h.softmax(-1), hidden], -1)))).chunk(2, -1)
         return mean, logvar.clamp(-10, 4)
 
-    def weigh(self, later, earlier):
-        pair = F.relu(self.pair(F.relu(later + earlier)))
-        e, f = self.evidence(pair).chunk(2, -1)
-        return pair, e, torch.sigmoid(f + 4)
+    def start(self, num):
+        """The carry before the first view of `num` games: [L, num, K + 7 * K]."""
+        return F.pad(self.prior.expand(-1, num, -1), (0, NUM_ACTIONS * self.hypotheses))
 
     def step(self, carry, x):
         """(carry, features [L, B, F]) -> the next carry, mean and log-variance of the goal [L, B, G]."""
-        h, earlier = carry.split([self.memory, self.hidden_size], -1)
-        later, keep = self.view(x * self.scale).chunk(2, -1)
-        pair, e, f = self.weigh(later, earlier)
-        h = f * h + e
-        return torch.cat([h, keep], -1), *self.read(h, pair)
+        h, table = carry[..., :self.hypotheses], carry[..., self.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
+        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
+        h = torch.sigmoid(self.keep) * h + table.gather(2, action)[:, :, 0]
+        hidden, table = self.look(x)
+        return torch.cat([h, table.flatten(2)], -1), *self.read(h, hidden)
 
     def forward(self, x, before, counts):
-        """Features [L, M, F] in a time-major layout -> mean and log-variance of the goal at each step [L, M, G]."""
-        later, keep = self.view(x * self.scale).chunk(2, -1)
-        padded = torch.cat([keep, self.first], 1)  # row -1: there is no view before
-        pair, e, f = self.weigh(later, padded[:, before])
-        h, states = None, []
-        for e_now, f_now in zip(e.split(counts, 1), f.split(counts, 1)):
-            h = e_now if h is None else f_now * h[:, :e_now.shape[1]] + e_now
-            states.append(h)
-        return self.read(torch.cat(states, 1), pair)
+        """Features [L, M, F] in a time-major layout -> at each step mean and log-variance of the goal [L, M, G], and
+        the log-probabilities of the actions by the weighted hypotheses [L, M, 7]."""
+        hidden, table = self.look(x)
+        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
+        seen = F.pad(table, (0, 0, 0, 0, 0, 1))[:, before].gather(2, action)[:, :, 0]  # row -1: nothing was before
+        keep, h, memory = torch.sigmoid(self.keep), self.prior, []
+        for now in seen.split(counts, 1):
+            h = keep * (h if len(memory) == 0 else h[:, :now.shape[1]]) + now
+            memory.append(h)
+        h = torch.cat(memory, 1)
+        return *self.read(h, hidden), (h.log_softmax(-1)[:, :, None] + table).logsumexp(-1)
 
 
 class Goals(nn.Module):
@@ -1018,8 +1030,8 @@ class Goals(nn.Module):
         self.prior = GoalPrior(num_models, args.num_players, args.height * args.width, args.vae_size, args.goal_dim,
                                args.seed)
         self.moa = ActionModel(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time, args.seed + 1)
-        self.inference = GoalInference(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time,
-                                       args.seed + 2)
+        self.inference = GoalInference(num_models, num_inputs, args.num_players, args.hidden_size, args.goal_dim,
+                                       args.hypotheses, args.final_time, args.seed + 2)
 
 
 # ============================================================================== world model
@@ -1117,6 +1129,11 @@ class WorldModel(nn.Module):
                  bits)
         return self.target(torch.cat([part.expand(*shape, -1) for part in parts], -1)).squeeze(-1)
 
+    def scores_of_targets(self, actions, kind):
+        """The target scores [..., 9] of actions [...] where the cells at the offsets are of some kinds [..., 9]."""
+        chosen = F.one_hot(actions, NUM_ACTIONS).float() @ self.target_scores().flatten(1)  # sums faster than an index
+        return chosen.unflatten(-1, (NUM_OFFSETS, OUTSIDE + 1)).gather(-1, kind[..., None]).squeeze(-1)
+
     def read_token(self, action, content, others):
         """One-hot action [..., 7], what is on the cell [..., 3], counts of the others' actions there [..., 7]
         -> scores [..., 10], shares of reward [..., 2] in the units of the game."""
@@ -1148,15 +1165,21 @@ class WorldModel(nn.Module):
         action = F.one_hot(actions, NUM_ACTIONS).float()
         together = (cell[:, :, None] == cell[:, None]).float() * present[:, None]
         counts = together @ action  # [B, N, 7], on its cell, itself among them
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
         content = bits_of(F.pad(ground, (0, 1)).gather(1, cell))
-        scores, shares = self.read_token(action, content, counts - action * present[..., None])
+        others = counts - action * present[..., None]
+        # Most players are in the same few cases: each case goes through the networks once.
+        case, which = (cases(cell, ground, actions) * 2 + present.long()).unique(return_inverse=True)
+        which = which.flatten()
+        row = torch.empty_like(case).scatter_(0, which, torch.arange(len(which), device=cell.device))
+        action, content, others, counts = (x.flatten(0, 1)[row] for x in (action, content, others, counts))
+        shape = cell.shape
+        scores, shares, here = (x.index_select(0, which).unflatten(0, shape) for x in
+                                (*self.read_token(action, content, others), self.read_ground(content, counts)))
+        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
         reach = neighbours(height, width, cell.device)[cell]  # [B, N, 9]
         kind = kinds.gather(1, reach.flatten(1)).view(reach.shape).long()
-        offset = torch.arange(NUM_OFFSETS, device=cell.device)
-        extra = self.target_scores().flatten()[(actions[..., None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind]
-        scores = scores + F.pad(extra, (0, 1))
-        return scores, shares, self.read_ground(content, counts), reach, present, together.sum(-1)
+        scores = scores + F.pad(self.scores_of_targets(actions, kind), (0, 1))
+        return scores, shares, here, reach, present, together.sum(-1)
 
     def forward(self, view, actions, step, steps_left, soft=False):
         """The step from a view [B, H, W, N+3] under all players' actions [B, N], ego first.
@@ -1204,9 +1227,8 @@ class WorldModel(nn.Module):
         reach = neighbours(height, width, view.device)[:-1]  # [C, 9]
         kinds = F.pad(pack(view.transpose(1, 2).unflatten(1, (height, width)))[1], (0, 1), value=OUTSIDE).long()
         kind = kinds[:, reach][:, None]  # [B, 1, C, 9]
-        offset = torch.arange(NUM_OFFSETS, device=view.device)
-        index = (actions[:, :, None, None] * NUM_OFFSETS + offset) * (OUTSIDE + 1) + kind
-        scores = scores + F.pad(self.target_scores().flatten()[index], (0, 1))
+        scores = scores + F.pad(self.scores_of_targets(actions[:, :, None].expand(-1, -1, cells),
+                                                       kind.expand(-1, n, -1, -1)), (0, 1))
         chance = scores.softmax(-1)[..., :GONE] * players[..., None]  # [B, N, C, 9]
         moved = chance.new_zeros(batch, n, cells + 1)
         moved = moved.scatter_add(2, reach.flatten().expand(batch, n, -1), chance.flatten(2))[..., :-1]
@@ -1215,6 +1237,13 @@ class WorldModel(nn.Module):
         present = players.sum(2)
         reward = shares[:, 0, 0] + shares[:, 1:, 1].sum(1) * present[:, 0]
         return moved, after, reward
+
+    def shrink(self, size):
+        """Moves the weights of the counted inputs towards 0: what does not matter falls silent, so that numbers and
+        mixtures never met in training change nothing either."""
+        for net in (self.token, self.share, self.ground):
+            weight = net[0].weight.data[:, -NUM_ACTIONS * COUNT_LEVELS:]
+            weight.sub_(weight.clamp(-size, size))
 
     def loss_terms(self, batch):
         """The losses of one step on packed rows: dict of planes [N+3] (mean over rows, summed over cells), reward, end.
@@ -1229,19 +1258,22 @@ class WorldModel(nn.Module):
         players = (-(place * scores.log_softmax(-1)).sum(-1) * present).mean(0)
 
         after = bits_of(batch["next_ground"])  # [B, C, 3]
-        empty = self.empty_ground()[batch["ground"].long()]
-        stood_on = torch.zeros(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 1.0)[:, :-1]
-        ground = (F.binary_cross_entropy_with_logits(empty, after, reduction="none") * (1 - stood_on)[..., None]).sum(1)
+        # Of the cells where nobody stands it matters only how often which bits become which: [before, after].
+        free = torch.ones(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 0.0)[:, :-1]
+        change = batch["ground"].flatten().long() * 8 + batch["next_ground"].flatten()
+        change = change.bincount(weights=free.flatten(), minlength=64).view(8, 8).float()
+        empty, bits = self.empty_ground(), bits_of(torch.arange(8, dtype=torch.uint8, device=cell.device))
+        ground = (F.softplus(empty) * change.sum(1, keepdim=True) - empty * (change @ bits)).sum(0) / len(cell)
         there = F.pad(after, (0, 0, 0, 1)).gather(1, cell[..., None].expand(-1, -1, 3))
         there = F.binary_cross_entropy_with_logits(here, there, reduction="none")
-        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1)
+        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1).mean(0)
 
         reward = self.add_shares(shares, present)
         reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
         left = (batch["next_cell"] < height * width).float()
         prey = after.sum(1)
         end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
-        return {"planes": torch.cat([players, ground.mean(0)]), "reward": reward_loss,
+        return {"planes": torch.cat([players, ground]), "reward": reward_loss,
                 "end": end_loss(end, batch)}
 
     @torch.no_grad()
@@ -1407,6 +1439,9 @@ class WorldMLP(nn.Module):
         end = end.sigmoid()
         return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
 
+    def shrink(self, size):
+        """Nothing here: no input is a count."""
+
     def loss_terms(self, batch):
         """As WorldModel.loss_terms."""
         view = unpack(batch["cell"], batch["ground"], self.height, self.width)
@@ -1451,8 +1486,9 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
     so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
     Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
-    mean nothing. A share of the episodes, `gathered`, begins with most players on the cell of one prey and a few
-    steps before the deadline: crowds are rare in play, and every mixture of their actions is to be met.
+    mean nothing. A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey,
+    half of the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
+    actions is to be met.
     """
     num_envs = max(1, min(512, num_rows // 50))
     game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
@@ -1473,10 +1509,14 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
         deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
         gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
         if gathered:
-            prey = (game.board[:cells] >= STAG_BIT) * torch.rand(cells, num_envs, generator=generator, device=device)
-            joins = gathers & (draw(4, n).T > 0)
-            game.cell = torch.where(joins, prey.argmax(0), game.cell)
-            deadline = torch.where(gathers, 1 + draw(4), deadline)
+            fits = (game.board[:cells] >= STAG_BIT) | (game.board[:cells] > 0) & (draw(4) == 0)
+            spot = (fits * torch.rand(cells, num_envs, generator=generator, device=device)).argmax(0)
+            joins = gathers & (draw(6, n).T > 0)
+            game.cell = torch.where(joins, spot, game.cell)
+            thinned = gathers & (torch.rand(game.board.shape, generator=generator, device=device) < 0.5)
+            thinned[:cells] &= torch.arange(cells, device=device)[:, None] != spot
+            game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
+            deadline = torch.where(gathers, 1 + draw(3), deadline)
         game.deadline = torch.where(new, deadline, game.deadline)
         episode = torch.where(new, num_episodes + new.cumsum(0), episode)
         num_episodes += num_envs
@@ -1627,12 +1667,12 @@ def ego_first(game, seats, columns=None):
 class Mind:
     """What the search and the imagination ask of the networks, for L players and M states each: [L * M] in a row.
 
-    goals [L, M, N-1, G] are one hypothesis about the co-players for each state: a draw from the belief.
+    told [L, M, (N-1) * G] is what the policy knows of the others' goals: the middle of the belief, as in a real game.
+    goals [L, M, N-1, G] is one hypothesis about them for each state, by which they act: a draw from the belief.
     """
 
-    def __init__(self, agent, moa, goals, uniform=False):
-        self.agent, self.moa, self.uniform = agent, moa, uniform
-        self.own_goals = goals.flatten(2)  # [L, M, (N-1) * G]
+    def __init__(self, agent, moa, told, goals, uniform=False):
+        self.agent, self.moa, self.told, self.uniform = agent, moa, told, uniform
         pairs = goals.transpose(1, 2).flatten(0, 1)  # [L * (N-1), M, G]
         self.goal_part = moa.goal_part(pairs)
         self.shape = goals.shape[:3]
@@ -1641,7 +1681,7 @@ class Mind:
         """Features [N, L * M, F] -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
         length, many, others = self.shape
         x = x.float().unflatten(1, (length, many))
-        log_probs, value = self.agent(torch.cat([self.own_goals, x[0]], -1))
+        log_probs, value = self.agent(torch.cat([self.told, x[0]], -1))
         seen = x[1:].transpose(0, 1).flatten(0, 1)  # [L * (N-1), M, F]
         mask = seen[..., -NUM_ACTIONS:] != 0
         if self.uniform:
@@ -1780,7 +1820,8 @@ class Minds(nn.Module):
         self.agent = Agent(num_hops, others * dim + num_inputs, size, final, args.seed)
         self.prior = GoalPrior(num_hops, len(args.players), args.height * args.width, args.vae_size, dim, args.seed)
         self.moa = ActionModel(num_hops * others, num_inputs, size, dim, final, args.seed + 1)
-        self.inference = GoalInference(num_hops * others, num_inputs, size, dim, final, args.seed + 2)
+        self.inference = GoalInference(num_hops * others, num_inputs, len(args.players), size, dim, args.hypotheses, final,
+                                       args.seed + 2)
 
     def take_over(self, goals):
         """Starts every player's goal prior, inference and models of others from those of the warm-up (Goals, L = 1)."""
@@ -1799,12 +1840,18 @@ def views(observation):
     return torch.cat([planes, soon.expand(len(mask), -1, -1), mask], -1)
 
 
+def next_episode(carry, over, hypotheses):
+    """Where an episode is over [B], what is known of a player stays in the memory, its last view goes."""
+    is_memory = torch.arange(carry.shape[-1], device=carry.device) < hypotheses
+    return torch.where(over[:, None] & ~is_memory, 0.0, carry)
+
+
 class Meeting:
     """The game and who sits where: HOP+ players with their beliefs, trained players, and all the others (a Lineup).
 
     A belief is a mean and a log-variance of each other player's goal, [L, N-1, B, G]. Within an episode it follows from
-    what was seen so far; across episodes the inference keeps its memory of a player, which adds up evidence and slowly
-    forgets it. With --goals prey the mean holds the probabilities of stag and hare instead.
+    what was seen so far; across episodes the inference keeps its memory of a player: how likely each of its hypotheses,
+    ways to play that it has learned, makes all that was seen, slowly forgetting. With --goals prey the mean holds the probabilities of stag and hare instead.
     """
 
     def __init__(self, args, num_envs, seed, minds=None, model=None, episodes=1):
@@ -1869,10 +1916,8 @@ class Meeting:
             self.counts = torch.where(over[:, None], faded, self.counts)
             prior = (self.counts / self.counts.sum(-1, keepdim=True)).log()
             self.log_prey = torch.where(over[:, None], prior, self.log_prey)
-        else:  # what is known of the players stays, the last view goes
-            memory = self.minds.inference.memory
-            first = self.minds.inference.first.detach().expand(-1, len(over), -1)
-            self.carry = torch.where(over[:, None], torch.cat([self.carry[..., :memory], first], -1), self.carry)
+        else:
+            self.carry = next_episode(self.carry, over, self.args.hypotheses)
 
     def draw_goals(self, mean, logvar, generator):
         """One hypothesis of the others' goals from the belief, of the same shape."""
@@ -1926,7 +1971,8 @@ class Meeting:
         mean, logvar = (part[:, :, None].expand(-1, -1, trees, -1, -1).flatten(1, 2) for part in (mean, logvar))
         goals = self.draw_goals(mean, logvar, generator)  # [L, M * trees, N-1, G]
         state = ego_first(self.game, self.seats, columns.repeat_interleave(trees, 1))
-        mind = Mind(self.minds.agent, self.minds.moa, goals, args.goals == "none")
+        told = self.told(mean.transpose(1, 2))
+        mind = Mind(self.minds.agent, self.minds.moa, told, goals, args.goals == "none")
         beta = args.beta / args.reward_scale
         found = search(self.model, mind, state, max(args.simulations // trees, 1), beta, args.gamma, args.reward_scale,
                        args.widening, generator, 1 if how == "one-step" else 64)
@@ -2043,7 +2089,7 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
 
 def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters()]
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
@@ -2105,304 +2151,10 @@ def step_some(agent, optimizer, active):
             tensor.copy_(torch.where(active[:, None, None], tensor, old))
 
 
-def game_flags(args):
-    """The flags of the board, which a file of games and a checkpoint carry with them."""
-    return {**{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)},
-            "num_players": args.num_players}
-
-
-def mix_rules(mix, device="cpu"):
-    """The rows of RULES of the kinds of a mix: [K, 4]."""
-    rules = []
-    for name in mix:
-        rule = player_rule(name)
-        if rule is None or rule[3]:
-            known = PLAYER_NAMES.partition(", switch")[0]
-            raise Refused(f"--mix {name!r} is not known here, where no episode has a second half of a meeting; "
-                          f"there are {known}" if rule else f"--mix {name!r} is not known; there are {known}")
-        rules.append(rule)
-    return torch.tensor(rules, device=device, dtype=torch.float64).float()
-
-
-def mix_shares(args):
-    """How often each kind is drawn: [K], summing to 1."""
-    shares = torch.tensor(args.shares or [1.0] * len(args.mix), dtype=torch.float64)
-    return shares / shares.sum()
-
-
-@torch.no_grad()
-def play_games(args, num_envs=1024):
-    """Plays whole episodes until there are samples enough to train on, then others to hold out. -> a record"""
-    device = torch.device(args.device)
-    game = BatchedStagHunt(num_envs, device=args.device, seed=args.seed, **game_flags(args))
-    generator = torch.Generator(device).manual_seed(args.seed)
-    rules, shares = mix_rules(args.mix, device), mix_shares(args).to(device)
-    never = torch.zeros(num_envs, dtype=torch.bool, device=device)
-    parts = []
-    for held_out, wanted in ((False, args.samples), (True, args.held_out_samples)):
-        found = barren = 0
-        while found < wanted:
-            game.reset()
-            kind = torch.multinomial(shares, num_envs * args.num_players, True, generator=generator)
-            kind = kind.view(num_envs, args.num_players)
-            steps = {name: [] for name in ("cell", "board", "deadline", "present", "action")}
-            caught = torch.zeros(num_envs, args.num_players, dtype=torch.uint8, device=device)
-            running = ~never
-            while running.any():
-                steps["cell"].append(game.cell.T.to(torch.int16))
-                steps["board"].append(game.board.T.clone())
-                steps["deadline"].append(game.deadline.to(torch.int32))
-                out = game.advance(sample_actions(rule_probabilities(game, rules[kind], never), generator))
-                steps["present"].append(out["present"] & running[:, None])
-                steps["action"].append(out["action"])
-                caught += (out["left"] & running[:, None]) * (out["action"] - STAY)
-                running = running & ~(out["terminated"] | out["truncated"])
-            part = {name: torch.stack(values, 1) for name, values in steps.items()}
-            short = args.final_time - part["cell"].shape[1]
-            part = {name: F.pad(value, (0, 0) * (value.dim() - 2) + (0, short)) for name, value in part.items()}
-            part = {name: value.cpu() for name, value in part.items()}
-            part.update(kind=kind.cpu(), caught=caught.cpu(), held_out=torch.full((num_envs,), held_out))
-            each = samples_of(part, args).sum(1)  # [E]
-            enough = int((each.cumsum(0) + found < wanted).sum()) + 20  # episodes, some more than fill the number
-            parts.append({name: value[:enough] for name, value in part.items()})
-            gained = int(each.sum())
-            found, barren = found + gained, 0 if gained else barren + 1
-            if barren == 10:
-                raise Refused(f"--moa-samples {args.moa_samples}: {10 * num_envs} episodes of --mix "
-                              f"{' '.join(args.mix)} hold no such sample")
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def samples_of(record, args):
-    """How many samples each player's game gives: its steps on the board, [E, N]."""
-    steps = record["present"].sum(1)
-    return steps * (record["caught"] > 0) if args.moa_samples == "rewarded" else steps
-
-
-def fill(lengths, limit):
-    """Picks games in order until their samples are just so many: what each gives, 0 where it is left out.
-
-    Only where no game is left that fits, one is cut short: its goal in hindsight is not where it really ends.
-    """
-    picked = [0] * len(lengths)
-    for spare in (1, None):  # no game has one step only: first, one is never what remains
-        for number, length in enumerate(lengths):
-            if not picked[number] and length <= limit and limit - length != spare:
-                picked[number] = length
-                limit -= length
-    longer = [number for number, length in enumerate(lengths) if limit and not picked[number] and length]
-    if longer:
-        picked[longer[0]] = limit
-    return picked
-
-
-@torch.no_grad()
-def make_samples(record, args, held_out):
-    """Lays out the samples of the training or of the held-out episodes, one player's game after another.
-
-    Only what was on the board counts: an absent player has no cell and its action is "stay", whatever the record
-    holds of it. -> dict of tensors over M samples or S players' games:
-
-        start, length, player_kind, caught [S]
-        step, action, game [M]       game: which of the S
-        x [M, F]                     what the networks see of the player's view (features)
-        view [M, H*W*(N+3) + 15]     what is embedded: the planes of the view, how soon the clock ends, legal actions
-        cells [M, N], ground [M, H*W]  the same as classes: where each player is (H*W: gone), what lies on each cell
-        kind_probs [M, K, 7]         the action probabilities of each kind of the mix, there
-        posterior [M, K]             of the kinds, from the actions before this step
-    """
-    record = {name: value[record["held_out"] == held_out].to(args.device) for name, value in record.items()}
-    length = samples_of(record, args).flatten()  # [E * N]
-    length = torch.tensor(fill(length.tolist(), args.held_out_samples if held_out else args.samples), device=args.device)
-    if int(length.sum()) == 0:
-        raise Refused(f"{'--data ' + args.data if args.data else '--samples'}: there are no "
-                      f"{'held-out' if held_out else 'training'} samples with --moa-samples {args.moa_samples}")
-    present, cells_of_board = record["present"], args.height * args.width
-    cell = torch.where(present, record["cell"].long(), cells_of_board)
-    action = torch.where(present, record["action"].long(), STAY)
-    episodes, kinds, num_players = len(cell), len(args.mix), args.num_players
-    game = BatchedStagHunt(episodes, device=args.device, seed=0, **game_flags(args))
-    rules, never = mix_rules(args.mix, args.device), torch.zeros(episodes, dtype=torch.bool, device=args.device)
-    start, total = length.cumsum(0) - length, int(length.sum())
-    log_posterior = mix_shares(args).log().float().to(args.device).expand(episodes, num_players, kinds).clone()
-    previous, flat = torch.full_like(action[:, 0], STAY), None
-    for t in range(int(length.max())):
-        game.set_state({"cell": cell[:, t], "board": record["board"][:, t], "previous": previous.to(torch.uint8),
-                        "clock": torch.full((episodes,), t, device=args.device),
-                        "deadline": record["deadline"][:, t].long()})
-        observation = game.observe()
-        probs = torch.stack([rule_probabilities(game, rules[k].expand(episodes, num_players, 4), never)
-                             for k in range(kinds)], 2)  # [E, N, K, 7]
-        planes = observation["observation"]  # [E, N, H, W, plane]
-        ground = planes[..., num_players:] * torch.tensor([1, 2, 3], dtype=torch.uint8, device=args.device)
-        players = planes[..., :num_players].flatten(2, 3).transpose(2, 3)  # [E, N, player, H*W]
-        gone = players.amax(3, keepdim=True) == 0
-        soon = (observation["steps_left"][:, None, None] <= SOON.to(args.device)).expand(-1, num_players, -1)
-        view = torch.cat([planes.flatten(2), soon, observation["action_mask"]], 2)
-        now = {"x": features(observation).transpose(0, 1), "view": view, "action": action[:, t],
-               "cells": torch.cat([players, gone], 3).argmax(3).to(torch.int16), "ground": ground.amax(4).flatten(2),
-               "kind_probs": probs, "posterior": log_posterior.softmax(-1),
-               "step": torch.full((episodes, num_players), t, device=args.device)}
-        if flat is None:
-            flat = {name: torch.empty(total, *value.shape[2:], dtype=value.dtype, device=args.device)
-                    for name, value in now.items()}
-        rows = (length > t).nonzero()[:, 0]
-        for name, value in now.items():
-            flat[name][start[rows] + t] = value.flatten(0, 1)[rows]
-        played = probs.gather(3, action[:, t, :, None, None].expand(-1, -1, kinds, 1))[..., 0].log()
-        log_posterior = torch.where(present[:, t, :, None], log_posterior + played, log_posterior)
-        log_posterior -= log_posterior.amax(-1, keepdim=True)
-        previous = action[:, t]
-    keep = length > 0
-    flat.update(start=start[keep], length=length[keep], player_kind=record["kind"].flatten()[keep],
-                caught=record["caught"].flatten()[keep].long(),
-                game=torch.arange(int(keep.sum()), device=args.device).repeat_interleave(length[keep]))
-    if not flat["posterior"].isfinite().all():
-        raise Refused(f"--data {args.data}: a player plays what no kind of --mix {' '.join(args.mix)} would play there")
-    return flat
-
-
-def time_major(samples, games):
-    """Lays the samples of some players' games out step after step, so that no step needs padding.
-
-    games [S] are sorted by length here, longest first: at each step the ones still going on come first. ->
-    rows [M] of the samples, before [M] (the place in this layout of the same game's step before; -1 at the first),
-    counts (how many games go on at each step), place [T, S] (where each step of each game stands), length [S]
-    """
-    length = samples["length"][games]
-    length, order = length.sort(descending=True, stable=True)
-    games = games[order]
-    step = torch.arange(int(length[0]), device=length.device)[:, None]
-    going = step < length  # [T, S]
-    rows = (samples["start"][games] + step)[going]
-    place = going.flatten().cumsum(0).view_as(going) - 1
-    before = F.pad(place[:-1], (0, 0, 1, 0), value=-1)[going]
-    return rows, before, going.sum(1).tolist(), place, length
-
-
-def goal_places(place, length, counts, horizon):
-    """Where in a time-major layout the goal of each sample stands: the view of --horizon steps on, or the last. [M]"""
-    step = torch.arange(len(counts), device=length.device)[:, None]
-    last = length - 1 if horizon is None else torch.minimum(step + horizon, length - 1)
-    return place.gather(0, last.expand(len(counts), -1))[step < length]
-
-
-class Symmetry:
-    """One way to turn and mirror the board and to renumber the co-players: the game is the same afterwards.
-
-    Training on turned games is training on more games. As orders of columns: `x` of the features, `view` of the
-    planes, `ground` of the cells; `cells` [H*W+1] says where a cell goes, `actions` [7] what an action becomes.
-    """
-
-    def __init__(self, args, upside_down=False, mirrored=False, transposed=False, others=None):
-        height, width, n = args.height, args.width, args.num_players
-        player = [0] + [1 + other for other in (others if others is not None else range(n - 1))]
-
-        def turn(x, row, column):
-            """Turns an array by its dimensions of rows and columns."""
-            x = x.transpose(row, column) if transposed else x
-            return x.flip([dim for dim, is_flipped in ((row, upside_down), (column, mirrored)) if is_flipped])
-
-        rows, columns = torch.arange(height), height + torch.arange(width)
-        rows, columns = (columns, rows) if transposed else (rows, columns)
-        rows, columns = rows.flip(0) if upside_down else rows, columns.flip(0) if mirrored else columns
-        moves = turn(torch.tensor([[-1, 0, -1], [2, -1, 3], [-1, 1, -1]]), 0, 1)
-        comes_from = torch.cat([moves[[0, 2, 1, 1], [1, 1, 0, 2]], torch.tensor([STAY, HUNT_STAG, HUNT_HARE])])
-        side, planes = 2 * SIGHT + 1, n + 2
-        plane = torch.tensor([p - 1 for p in player[1:]] + [n - 1, n, n + 1])
-        seen = turn(torch.arange(side * planes * side).view(side, planes, side), 0, 2)[:, plane].flatten()
-        previous = torch.arange(n * NUM_ACTIONS).view(n, NUM_ACTIONS)[player][:, comes_from].flatten()
-        parts = [seen, torch.cat([rows, columns]), previous, torch.arange(2), comes_from]
-        begins = np.cumsum([0] + [len(part) for part in parts[:-1]]).tolist()
-        self.x = torch.cat([part + begin for part, begin in zip(parts, begins)]).to(args.device)
-        plane = torch.tensor(player + [n, n + 1, n + 2])
-        self.view = turn(torch.arange(height * width * (n + 3)).view(height, width, n + 3), 0, 1)[..., plane].flatten()
-        size = len(self.view)
-        self.view = torch.cat([self.view, size + torch.arange(len(SOON)), size + len(SOON) + comes_from]).to(args.device)
-        self.ground = turn(torch.arange(height * width).view(height, width), 0, 1).flatten().to(args.device)
-        self.cells = F.pad(self.ground.argsort(), (0, 1), value=height * width)
-        self.player, self.actions = player, comes_from.argsort().to(args.device)
-
-    @classmethod
-    def draw(cls, args, generator):
-        """Any of them; a board that is not square is not transposed, players of different strength keep their place."""
-        bits = torch.randint(2, (3,), generator=generator, device=generator.device).tolist()
-        others = torch.randperm(args.num_players - 1, generator=generator, device=generator.device).tolist()
-        return cls(args, bits[0], bits[1], bits[2] and args.height == args.width, None if args.strengths else others)
-
-
 def gaussian_kl(mean, logvar, other_mean, other_logvar):
     """KL(N(mean, var) || N(other)) of diagonal normals, summed over the last dimension."""
     distance = (logvar.exp() + (mean - other_mean).square()) * (-other_logvar).exp()
     return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
-
-
-def make_batch(samples, games, horizon, symmetry=None):
-    """The samples of some players' games in a time-major layout, as the networks want them (with L = 1 in front)."""
-    rows, before, counts, place, length = time_major(samples, games)
-    x, view, action = samples["x"][rows], samples["view"][rows], samples["action"][rows]
-    cells, ground = samples["cells"][rows].long(), samples["ground"][rows]
-    if symmetry is not None:
-        x, view, action = x[:, symmetry.x], view[:, symmetry.view], symmetry.actions[action]
-        cells, ground = symmetry.cells[cells[:, symmetry.player]], ground[:, symmetry.ground]
-    return {"rows": rows, "before": before, "counts": counts, "goal": goal_places(place, length, counts, horizon),
-            "x": x.float()[None], "view": view.float()[None], "action": action, "cells": cells, "ground": ground.long()}
-
-
-def rebuilding(players, ground, batch):
-    """What is lost in a view rebuilt: -log-likelihood of its pieces [L, M], and whether all are right after rounding."""
-    cells = batch["cells"].expand(len(players), -1, -1)
-    soil = batch["ground"].expand(len(ground), -1, -1)
-    recon = -(players.gather(-1, cells[..., None]).sum((-2, -1)) + ground.gather(-1, soil[..., None]).sum((-2, -1)))
-    exact = (players.argmax(-1) == cells).all(-1) & (ground.argmax(-1) == soil).all(-1)
-    return recon, exact
-
-
-def loss_terms(models, batch, loss, noise):
-    """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal.
-
-    moa: -log-probability of the action, with the goal known in hindsight. moa_inferred: with the goal's mean inferred
-    from the past. recon: -log-likelihood of the view. kl: of the view's goal from the standard normal. inference: KL
-    of the inferred goal from the one in hindsight.
-    """
-    mean, logvar = models.prior.encode(batch["view"])
-    goal = mean + (0.5 * logvar).exp() * noise
-    recon, exact = rebuilding(*models.prior.decode(goal if loss != "moa" else goal.detach()), batch)
-    hindsight = goal[:, batch["goal"]]
-    if loss == "recon":
-        hindsight = hindsight.detach()
-    inferred, inferred_logvar = models.inference(batch["x"], batch["before"], batch["counts"])
-    target, target_logvar = mean[:, batch["goal"]].detach(), logvar[:, batch["goal"]].detach()
-    view_part, mask = models.moa.view_part(batch["x"]), batch["x"][..., -NUM_ACTIONS:] != 0
-    action = batch["action"].expand(len(mean), -1)[..., None]
-    log_probs = [models.moa.from_parts(view_part, models.moa.goal_part(z), mask) for z in (hindsight, inferred)]
-    moa, moa_inferred = (-log_prob.gather(-1, action)[..., 0] for log_prob in log_probs)
-    return {"moa": moa, "moa_inferred": moa_inferred, "recon": recon,
-            "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
-            "inference": gaussian_kl(target, target_logvar, inferred, inferred_logvar)}, exact
-
-
-def train_batch(models, optimizer, batch, args, kl_weight, generator):
-    """One step of the optimiser. -> the means of the terms over the batch, each [L]"""
-    noise = torch.randn(len(models.moa.goal), len(batch["rows"]), args.goal_dim, generator=generator,
-                        device=batch["x"].device)
-    terms, _ = loss_terms(models, batch, args.loss, noise)
-    terms = {name: term.mean(-1) for name, term in terms.items()}
-    # every network learns: what does not shape the goals is learned on the goals as they are (detached above)
-    wanted = (terms["moa"] + terms["recon"] + kl_weight * terms["kl"] + terms["moa_inferred"]
-              + args.inference_weight * terms["inference"])
-    optimizer.zero_grad()
-    wanted.sum().backward()
-    for part in (models.prior, models.moa, models.inference):
-        clip_gradients(part, args.max_grad_norm)
-    optimizer.step()
-    terms["total"] = total_loss(terms, args.loss, kl_weight)
-    return {name: term.detach() for name, term in terms.items()}
-
-
-def total_loss(terms, loss, kl_weight):
-    """What shapes the goals, from the terms' means."""
-    return kl_weight * terms["kl"] + sum(terms[name] for name in ("moa", "recon") if loss in (name, "both"))
 
 
 def load_goals(path, flag, args, num_inputs):
@@ -2410,7 +2162,7 @@ def load_goals(path, flag, args, num_inputs):
     checkpoint = load_checkpoint(path, flag)
     if checkpoint["script"] != "pretrain_vae.py":
         raise Refused(f"{flag}: {path} holds no goals, it was written by {checkpoint['script']}")
-    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size"):
+    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size", "hypotheses"):
         trained, given = checkpoint["config"][name], getattr(args, name)
         if trained != given:
             raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was trained with {trained}")
@@ -2419,35 +2171,123 @@ def load_goals(path, flag, args, num_inputs):
     return models
 
 
-def warm_up_goals(args, num_inputs):
-    """Learns goals, their inference and a model of others from games of rule-based players. -> Goals, the samples"""
+@torch.no_grad()
+def record_meetings(args, num_envs, num_steps):
+    """Plays meetings of rule-based players of --mix, the data of the warm-up: dict of [T, ...] as play_steps gives it.
+
+    The same players meet for the whole record; in half of the meetings all of one kind, else each drawn for itself.
+    """
+    game = BatchedStagHunt(num_envs, num_players=len(args.players), device=args.device, seed=args.seed + 7,
+                           **{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)})
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    rules = []
+    for name in args.mix:
+        if player_rule(name) is None:
+            raise Refused(f"--mix {name!r} is not known; there are {PLAYER_NAMES}")
+        rules.append(player_rule(name))
+    kind = torch.randint(len(rules), (num_envs, game.num_players), generator=generator, device=args.device)
+    kind = torch.where(torch.arange(num_envs, device=args.device)[:, None] % 2 == 0, kind[:, :1], kind)
+    rule = torch.tensor(rules, dtype=torch.float64, device=args.device)[kind].float()
+    never, steps = torch.zeros(num_envs, dtype=torch.bool, device=args.device), []
+    for _ in range(num_steps):
+        step = {"x": features(game.observe()), "state": {name: getattr(game, name).clone() for name in STATE}}
+        out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
+        over = out["terminated"] | out["truncated"]
+        step |= {"joint": out["action"].T.long(), "rewards": out["reward"].T, "left": out["left"].T, "over": over,
+                 "ends": (out["left"] | over[:, None]).T, "present": out["present"].T, "after": views(game.observe())}
+        steps.append(step)
+        game.reset(over)
+    data = {key: torch.stack([step[key] for step in steps]) for key in steps[0] if key != "state"}
+    data["state"] = {name: torch.stack([step["state"][name] for step in steps], -2) for name in STATE}  # [.., T, B]
+    return data
+
+
+def cut_steps(data, begin, end, envs=slice(None)):
+    """Some steps and environments of a dict of play_steps or record_meetings."""
+    cut = {}
+    for key, value in data.items():
+        if key == "state":
+            cut[key] = {name: part[..., begin:end, envs] for name, part in value.items()}
+        else:  # the environment is the last dimension, or the last but one
+            value = value[begin:end]
+            cut[key] = value[:, envs] if key == "over" else value[:, :, envs]
+    return cut
+
+
+def warm_up_goals(args, num_inputs, record):
+    """Learns goals, their inference and a model of others from the meetings of the record. -> Goals (L = 1)"""
+    flags = SimpleNamespace(**vars(args) | {"num_players": len(args.players)})
     if args.vae_checkpoint:
         path = args.vae_checkpoint
         path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
-        given = load_checkpoint(path, f"--vae-checkpoint {args.vae_checkpoint}")["config"]
-        sizes = {name: given.get(name, getattr(args, name)) for name in ("hidden_size", "vae_size", "goal_dim")}
-        for name, size in sizes.items():
-            if getattr(args, name) != size:
-                raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} differs from {size}, with which "
-                              f"--vae-checkpoint {args.vae_checkpoint} was trained")
-    flags = SimpleNamespace(**vars(args) | dict(
-        num_players=len(args.players), samples=args.warmup_samples, held_out_samples=2, data=None, shares=None,
-        horizon=None, loss="moa", kl_weight=1e-3, augment=True))
-    samples = make_samples(play_games(flags, num_envs=min(1024, max(64, args.warmup_samples // 40))), flags, False)
-    if args.vae_checkpoint:
-        return load_goals(path, f"--vae-checkpoint {args.vae_checkpoint}", flags, num_inputs).to(args.device), samples
+        return load_goals(path, f"--vae-checkpoint {args.vae_checkpoint}", flags, num_inputs).to(args.device)
     goals = Goals(flags, num_inputs).to(args.device)
     optimizer = torch.optim.Adam(goals.parameters(), lr=args.moa_learning_rate, eps=1e-5, fused=True)
-    generator = torch.Generator().manual_seed(args.seed)
-    games, done = len(samples["start"]), 0
-    pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(games, generator=generator).split(64)]
-    for piece in tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True):
+    generator = torch.Generator(args.device).manual_seed(args.seed)
+    steps, envs = record["over"].shape
+    pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(envs, generator=generator).split(16)]
+    for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
         for group in optimizer.param_groups:
             group["lr"] = args.moa_learning_rate * (1 - done / len(pieces))
-        batch = make_batch(samples, piece.to(args.device), flags.horizon, Symmetry.draw(flags, generator))
-        train_batch(goals, optimizer, batch, flags, flags.kl_weight, generator)
-        done += 1
-    return goals, samples
+        carry = None
+        for begin in range(0, steps, args.final_time):
+            data = cut_steps(record, begin, begin + args.final_time, piece)
+            players = len(data["x"][0])
+            row = lambda key: data[key].transpose(1, 2).flatten(1, 2)[None]  # [1, T, B * N, ...]
+            x, action, weight = row("x").float(), row("joint"), row("present").float().flatten(1)
+            where = last_steps(row("ends"), args.horizon)
+            mean, logvar = goals.prior.encode(row("after").float().flatten(1, 2))
+            noise = torch.randn(2, *mean.shape, generator=generator, device=mean.device)
+            goal = mean + (0.5 * logvar).exp() * noise[0]
+            recon = rebuild_loss(goals.prior.decode(goal.detach()), row("after"), goals.prior.cells, players)
+            index = where.flatten(1)[..., None].expand_as(goal)
+            over = data["over"].repeat_interleave(players, 1)
+            carry = goals.inference.start(over.shape[1]) if carry is None else carry.detach()
+            inferred, inferred_logvar, likely, carry = infer_goals(goals.inference, x, carry, action, over)
+            inferred, inferred_logvar = inferred.flatten(1, 2), inferred_logvar.flatten(1, 2)
+            guess = inferred + (0.5 * inferred_logvar).exp() * noise[1]
+            loss = args.inference_weight * masked_mean(gaussian_kl(
+                mean.gather(1, index).detach(), logvar.gather(1, index).detach(), inferred, inferred_logvar), weight)
+            loss = loss + 1e-3 * masked_mean(gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)), weight)
+            loss = loss + action_loss(goals.moa, x.flatten(1, 2), (goal.gather(1, index), guess, inferred), action.flatten(1),
+                                      weight) + masked_mean(recon, weight) - masked_mean(likely.flatten(1), weight)
+            optimizer.zero_grad()
+            loss.sum().backward()
+            for part in (goals.prior, goals.moa, goals.inference):
+                clip_gradients(part, args.max_grad_norm)
+            optimizer.step()
+    return goals
+
+
+def last_steps(ends, horizon):
+    """For each step of a player's game [P, T, B] the last one within the horizon, as rows of [T * B] laid out flat."""
+    pairs, steps, envs = ends.shape
+    column = torch.arange(envs, device=ends.device)
+    where = torch.empty(ends.shape, dtype=torch.int64, device=ends.device)
+    end = torch.full((pairs, envs), steps - 1, device=ends.device)
+    for t in reversed(range(steps)):
+        end = torch.where(ends[:, t], t, end)
+        where[:, t] = end.clamp(max=t + horizon - 1) * envs + column
+    return where
+
+
+def rebuild_loss(rebuilt, view, cells, players):
+    """-log-likelihood of views [1, T, B, V], as the decoder rebuilds them: [1, T * B]."""
+    planes = view[..., :cells * (players + 3)].flatten(1, 2).unflatten(-1, (cells, players + 3))
+    each = planes[..., :players].transpose(2, 3).float()  # [1, M, N, C]
+    each = torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1)
+    ground = planes[..., players:].float()
+    ground = torch.cat([1 - ground.sum(-1, keepdim=True), ground], -1)  # [1, M, C, 4]
+    return -(rebuilt[0] * each).sum((-2, -1)) - (rebuilt[1] * ground).sum((-2, -1))
+
+
+def action_loss(moa, x, goals, action, weight):
+    """-log-probability of the actions [P, M] under the model of others, summed over several versions of the goals: [P]."""
+    part, mask, loss = moa.view_part(x), x[..., -NUM_ACTIONS:] != 0, 0.0
+    for goal in goals:
+        log_probs = moa.from_parts(part, moa.goal_part(goal), mask)
+        loss = loss - masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
+    return loss
 
 
 def warm_up_world(args, game):
@@ -2460,7 +2300,7 @@ def warm_up_world(args, game):
             raise Refused(f"--world-model-checkpoint {path} holds a model of --model mlp, the search needs --model local")
         return model
     board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-    data = collect(board | {"num_players": len(args.players)}, 60_000, args.seed, args.device)
+    data = collect(board | {"num_players": len(args.players)}, 150 * args.warmup_updates, args.seed, args.device)
     torch.manual_seed(args.seed)
     model = WorldModel(args.hidden_size, common_rewards([data]), seen_kinds([data])).to(args.device)
     optimizer = torch.optim.Adam(model.parameters(), lr=4e-3, fused=True)
@@ -2508,63 +2348,60 @@ def play_steps(meeting, returns, num_steps, generator, how):
 class Imagination:
     """Games that go on in the players' heads: each one's own policy against its models of the others.
 
-    A game starts from a real state with a draw of the others' goals, from the belief held there or, for a share
-    `strangers` of them, from goals of the players of the warm-up; it ends as real ones end, and another begins.
+    A game starts from a state of a real game, or, for a share `strangers` of them, of a game of the warm-up, with a draw
+    of the others' goals from what is believed of them there. It ends as real ones end, and another begins.
     """
 
     def __init__(self, meeting, num, generator):
         self.meeting, self.num, self.generator = meeting, num, generator
-        self.state = self.goals = None
+        self.state = self.told = self.goals = None
 
-    def begin(self, data, bank):
-        """Draws real states [L, num] and hypotheses of the goals there."""
+    def begin(self, sources):
+        """Draws states, what is believed of the goals there, and hypotheses, from [(data, share of the games), ...]."""
         meeting, length = self.meeting, len(self.meeting.hop_seats)
-        present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1)  # [L, T * B]
-        picked = torch.multinomial(present.float() + 1e-9, self.num, replacement=True, generator=self.generator)
-        flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
-        turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
-                  for name in ("cell", "previous")}
-        column = picked.flatten()
-        state = {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
-                 "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
-        belief = []
-        for key in ("mean", "logvar"):  # [T, L, N-1, B, G] -> [L, num, N-1, G]
-            part = data[key].permute(1, 0, 3, 2, 4).flatten(1, 2)
-            belief.append(part[torch.arange(length, device=picked.device)[:, None], picked])
-        goals = meeting.draw_goals(*belief, self.generator)
-        if bank is not None:  # [P, S, G]
-            others = goals.shape[2]
-            which = torch.randint(bank.shape[1], (len(bank), self.num), generator=self.generator, device=bank.device)
-            strange = bank[torch.arange(len(bank), device=bank.device)[:, None], which]  # [P, num, G]
-            strange = strange.unflatten(0, (length, others)).transpose(1, 2)
-            is_strange = torch.rand(length, self.num, 1, 1, generator=self.generator,
-                                    device=bank.device) < meeting.args.strangers
-            goals = torch.where(is_strange, strange, goals)
-        return state, goals
+        states, told, goals, each = [], [], [], torch.arange(length, device=self.meeting.device)[:, None]
+        for data, _ in sources:
+            present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1)  # [L, T * B]
+            picked = torch.multinomial(present.float() + 1e-9, self.num, replacement=True, generator=self.generator)
+            flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
+            turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
+                      for name in ("cell", "previous")}
+            column = picked.flatten()
+            states.append({"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
+                           "clock": flat["clock"][column], "deadline": flat["deadline"][column]})
+            belief = [data[key].permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked] for key in ("mean", "logvar")]
+            told.append(meeting.told(belief[0].transpose(1, 2)))  # [L, num, (N-1) * G]
+            goals.append(meeting.draw_goals(*belief, self.generator))  # [L, num, N-1, G]
+        if len(sources) == 1:
+            return states[0], told[0], goals[0]
+        first = torch.rand(length, self.num, generator=self.generator, device=picked.device) < sources[0][1]
+        state = {name: torch.where(first.flatten(), part, states[1][name]) for name, part in states[0].items()}
+        return state, torch.where(first[:, :, None], *told), torch.where(first[:, :, None, None], *goals)
 
     @torch.no_grad()
-    def play(self, data, bank, num_steps):
+    def play(self, sources, num_steps):
         """num_steps more steps of all games. -> data as PPO's update takes it"""
         meeting, args = self.meeting, self.meeting.args
         shape = (len(meeting.hop_seats), self.num)
         if self.state is None:
-            self.state, self.goals = self.begin(data, bank)
+            self.state, self.told, self.goals = self.begin(sources)
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
             x = meeting.model.see(self.state)
-            mind = Mind(meeting.minds.agent, meeting.minds.moa, self.goals, args.goals == "none")
+            mind = Mind(meeting.minds.agent, meeting.minds.moa, self.told, self.goals, args.goals == "none")
             log_probs, value, chances = mind.think(x)
             action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
-            out["x"].append(torch.cat([mind.own_goals, x[0].float().unflatten(0, shape)], -1))
+            out["x"].append(torch.cat([mind.told, x[0].float().unflatten(0, shape)], -1))
             self.state, reward, over = meeting.model.step(self.state, torch.cat([action[None], moves.T]))
             for key, part in (("actions", action), ("logprobs", log_probs.gather(-1, action[:, None])[:, 0]),
                               ("entropy", -(log_probs.exp() * log_probs).sum(-1)), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
-            state, goals = self.begin(data, bank)
+            state, told, goals = self.begin(sources)
             self.state = {name: torch.where(over, state[name], part) for name, part in self.state.items()}
+            self.told = torch.where(over.view(shape)[:, :, None], told, self.told)
             self.goals = torch.where(over.view(shape)[:, :, None, None], goals, self.goals)
-        mind = Mind(meeting.minds.agent, meeting.minds.moa, self.goals, args.goals == "none")
+        mind = Mind(meeting.minds.agent, meeting.minds.moa, self.told, self.goals, args.goals == "none")
         out["values"].append(mind.think(meeting.model.see(self.state))[1].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
@@ -2594,6 +2431,9 @@ def goals_in_hindsight(meeting, data):
     after = data["after"].transpose(0, 1)[pairs].float()  # [P, T, B, V]
     mean, logvar = minds.prior.encode(after.unflatten(0, (length, others)).flatten(1, 3))  # [L, (N-1) * T * B, G]
     mean, logvar = (part.reshape(length * others, steps, envs, -1) for part in (mean, logvar))
+    if "values" not in data:  # games of others, which the reader has no share in: where they ended
+        where = last_steps(stops, args.horizon).flatten(1)[..., None].expand(-1, -1, mean.shape[-1])
+        return mean.flatten(1, 2).gather(1, where).view_as(mean), logvar.flatten(1, 2).gather(1, where).view_as(mean)
     goes_on = ~data["ends"][:, meeting.seats]
     worth = data["rewards"][:, meeting.seats] * args.reward_scale + args.gamma * goes_on * data["values"][1:]
     worth = worth.transpose(0, 1)[:, None].expand(-1, others, -1, -1).flatten(0, 1)  # [P, T, B]
@@ -2620,84 +2460,99 @@ def later_catch(data, pairs):
     return caught
 
 
-def infer_goals(minds, x, carry, over):
-    """The inference over real steps in order, features [P, T, B, F]. -> mean and log-variance [P, T, B, G]"""
-    inference, means, logvars = minds.inference, [], []
+def infer_goals(inference, x, carry, action, over):
+    """The inference over steps in order, features [P, T, B, F] and the actions taken there [P, T, B].
+
+    -> mean and log-variance of the goals [P, T, B, G], the log-probability of the actions by the weighted hypotheses
+    [P, T, B], the next carry
+    """
+    means, logvars, likely = [], [], []
     for t in range(x.shape[1]):
         carry, mean, logvar = inference.step(carry, x[:, t])
         means.append(mean)
         logvars.append(logvar)
-        first = inference.first.expand(-1, len(over[t]), -1)
-        carry = torch.where(over[t][:, None], torch.cat([carry[..., :inference.memory], first], -1), carry)
-    return torch.stack(means, 1), torch.stack(logvars, 1)
+        weights, table = carry[..., :inference.hypotheses], carry[..., inference.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
+        taken = table.gather(2, action[:, t, :, None, None].expand(-1, -1, 1, inference.hypotheses))[:, :, 0]
+        likely.append((weights.log_softmax(-1) + taken).logsumexp(-1))
+        carry = next_episode(carry, over[t], inference.hypotheses)
+    return torch.stack(means, 1), torch.stack(logvars, 1), torch.stack(likely, 1), carry
 
 
-def learn_others(meeting, chunks, rehearsal, optimizer, generator):
+def learn_others(meeting, chunks, optimizer, generator):
     """Trains the models of the others, and the inference of their goals, on what was really played.
 
-    chunks are dicts of play_steps; rehearsal, if any, is a batch of games of the warm-up. The models learn to predict
-    with the goal in hindsight and with a draw from the belief. -> dict of means [P], the last belief about each player
-    of the rehearsal [P, S, G]
+    chunks are dicts of play_steps, or of the warm-up's record to keep what was learned there; "carry" is the inference's
+    memory before each. The models learn to predict with the goal in hindsight and with what is believed. Each chunk is
+    given the belief held now about it. -> dict of means over the chunks [P]
     """
     args, minds, pairs = meeting.args, meeting.minds, meeting.pairs
-    totals, bank = [], None
+    totals = []
+    prepared = []
     for data in chunks:
-        x = data["x"].transpose(0, 1)[pairs].float()  # [P, T, B, F]
-        flat, mask = x.flatten(1, 2), x.flatten(1, 2)[..., -NUM_ACTIONS:] != 0
-        action = data["joint"].transpose(0, 1)[pairs].flatten(1)[..., None]
         weight = data["present"].transpose(0, 1)[pairs]
         if args.moa_samples == "rewarded":
             weight = weight & later_catch(data, pairs)
-        weight = weight.float().flatten(1)
-        goal, goal_logvar = goals_in_hindsight(meeting, data)
-        for _ in range(args.moa_epochs):
+        prepared.append((data, data["x"].transpose(0, 1)[pairs].float(), data["joint"].transpose(0, 1)[pairs],
+                         weight.float().flatten(1), *goals_in_hindsight(meeting, data)))
+    for _ in range(args.moa_epochs):
+        for data, x, action, weight, goal, goal_logvar in prepared:
             noise = torch.randn(2, *goal.shape, generator=generator, device=goal.device)
-            hindsight = goal + (0.5 * goal_logvar).exp() * noise[0]
-            losses = {}
+            hindsight, losses = goal + (0.5 * goal_logvar).exp() * noise[0], {}
             if args.goals == "latent":
-                mean, logvar = infer_goals(minds, x, data["carry"][0], data["over"])
-                guess = mean + (0.5 * logvar).exp() * noise[1]
+                mean, logvar, likely, data["carry_after"] = infer_goals(minds.inference, x, data["carry"], action, data["over"])
+                losses["hypotheses_loss"] = -masked_mean(likely.flatten(1), weight)
+                goals = (hindsight, mean + (0.5 * logvar).exp() * noise[1], mean)
                 losses["inference_loss"] = masked_mean(gaussian_kl(goal, goal_logvar, mean, logvar).flatten(1), weight)
-            elif args.goals == "prey":
-                guess = hindsight = goal
+                shape = (len(meeting.hop_seats), -1)
+                data["mean"], data["logvar"] = (part.detach().transpose(0, 1).unflatten(1, shape) for part in (mean, logvar))
             else:
-                guess = hindsight = torch.zeros_like(goal)
-            part = minds.moa.view_part(flat)
-            for name, z in (("hindsight_loss", hindsight), ("loss", guess)):
-                log_probs = minds.moa.from_parts(part, minds.moa.goal_part(z.flatten(1, 2)), mask)
-                losses[name] = masked_mean(-log_probs.gather(-1, action)[..., 0], weight)
-            loss = losses["loss"] + losses["hindsight_loss"] + args.inference_weight * losses.get("inference_loss", 0.0)
-            if rehearsal is not None:
-                again, bank = rehearse(minds, rehearsal, args, generator)
-                loss = loss + again
+                goals = (goal if args.goals == "prey" else torch.zeros_like(goal),)
+            losses["loss"] = action_loss(minds.moa, x.flatten(1, 2), [part.flatten(1, 2) for part in goals],
+                                         action.flatten(1), weight) / len(goals)
+            loss = len(goals) * losses["loss"] + args.inference_weight * losses.get("inference_loss", 0.0)
+            loss = loss + losses.get("hypotheses_loss", 0.0)
             optimizer.zero_grad()
             loss.sum().backward()
             clip_gradients(minds.moa, args.max_grad_norm)
             if args.goals == "latent":
                 clip_gradients(minds.inference, args.max_grad_norm)
             optimizer.step()
+            data["goals"] = [part.detach().flatten(1, 2) for part in goals]
             totals.append({key: value.detach() for key, value in losses.items()})
-    return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}, bank
+    for _ in range(args.moa_passes):  # the models alone, in smaller pieces: predicting is quicker learned than inferring
+        for data, x, action, weight, _, _ in prepared:
+            for rows in torch.randperm(weight.shape[1], generator=generator, device=weight.device).chunk(4):
+                loss = action_loss(minds.moa, x.flatten(1, 2)[:, rows], [part[:, rows] for part in data["goals"]],
+                                   action.flatten(1)[:, rows], weight[:, rows])
+                optimizer.zero_grad()
+                loss.sum().backward()
+                clip_gradients(minds.moa, args.max_grad_norm)
+                optimizer.step()
+    return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
 
 
-def rehearse(minds, batch, args, generator):
-    """The losses of the warm-up on some of its games, for all pairs: [P]; and the last belief about each player."""
-    pairs = len(minds.moa.goal)
-    with torch.no_grad():
-        mean, logvar = (part[:1, batch["goal"]] for part in minds.prior.encode(batch["view"].expand(
-            len(minds.prior.encoder[0].weight), -1, -1)))
-    x = batch["x"].expand(pairs, -1, -1)
-    inferred, inferred_logvar = minds.inference(x, batch["before"], batch["counts"])
-    part, mask = minds.moa.view_part(x), x[..., -NUM_ACTIONS:] != 0
-    action = batch["action"].expand(pairs, -1)[..., None]
-    noise = torch.randn(2, *inferred.shape, generator=generator, device=x.device)
-    loss = args.inference_weight * gaussian_kl(mean, logvar, inferred, inferred_logvar).mean(-1)
-    for goal in (mean + (0.5 * logvar).exp() * noise[0], inferred + (0.5 * inferred_logvar).exp() * noise[1]):
-        log_probs = minds.moa.from_parts(part, minds.moa.goal_part(goal), mask)
-        loss = loss - log_probs.gather(-1, action)[..., 0].mean(-1)
-    ends = torch.ones(len(batch["before"]), dtype=torch.bool, device=x.device)
-    ends[batch["before"][batch["before"] >= 0]] = False  # nobody's step before: the last step of a game
-    return loss, inferred[:, ends].detach()
+class Rehearsal:
+    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there."""
+
+    def __init__(self, record, meeting, num_steps):
+        self.record, self.meeting, self.num_steps = record, meeting, num_steps
+        self.step, self.carry = 0, None
+
+    def next(self):
+        """The next chunk, as learn_others takes it."""
+        if self.step + self.num_steps > len(self.record["over"]):
+            self.step, self.carry = 0, None
+        envs = self.record["over"].shape[1]
+        if self.carry is None:
+            self.carry = self.meeting.minds.inference.start(envs).detach()
+        chunk = cut_steps(self.record, self.step, self.step + self.num_steps)
+        self.step += self.num_steps
+        return chunk | {"carry": self.carry}
+
+    def done(self, chunk):
+        """Takes over the memory at the end of the chunk."""
+        if "carry_after" in chunk:
+            self.carry = chunk["carry_after"].detach()
 
 
 def learn_policy(meeting, data, optimizer, args, ent_coef):
@@ -2939,7 +2794,7 @@ def run_script(args_class, main):
 def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name in ("total_timesteps", "num_envs", "num_steps", "hidden_size", "vae_size", "goal_dim", "num_minibatches",
-                 "update_epochs", "simulations", "trees", "horizon", "warmup_samples", "warmup_epochs", "warmup_updates",
+                 "update_epochs", "simulations", "trees", "horizon", "warmup_games", "warmup_epochs", "warmup_updates",
                  "moa_epochs", "episodes", "repeats"):
         if getattr(args, name) < 1:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
@@ -3121,13 +2976,14 @@ def build_players(args):
     """The game, the players as they begin, the model of their search, and the games of the warm-up."""
     meeting = Meeting(args, args.num_envs, args.seed)
     num_inputs = features(meeting.observation).shape[-1]
-    goals, samples = (None, None)
+    record = None
+    if args.goals in ("latent", "prey"):
+        record = record_meetings(args, args.warmup_games, 4 * args.final_time)
     if args.goals == "latent":
-        goals, samples = warm_up_goals(args, num_inputs)
-        meeting.minds.take_over(goals)
+        meeting.minds.take_over(warm_up_goals(args, num_inputs, record))
     if args.search_model == "learned":
         meeting.model = LearnedModel(meeting.model.scratch, warm_up_world(args, meeting.game))
-    return meeting, samples
+    return meeting, record
 
 
 def load_players(args):
@@ -3145,7 +3001,7 @@ def load_players(args):
             raise Refused(f"--{name.replace('_', '-')} {given} differs from {trained}, with which {args.checkpoint} was trained")
     if len(args.players) != len(config["players"]):
         raise Refused(f"--players names {len(args.players)} players, {args.checkpoint} was trained with {len(config['players'])}")
-    kept = ("goals", "goal_dim", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model", *board)
+    kept = ("goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model", *board)
     values = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in kept}
     return dataclasses.replace(args, **values), checkpoint
 
@@ -3187,7 +3043,7 @@ def play_meetings(args, checkpoint, seat, network, seed):
         if args.adapt_moa:
             returns = Returns(args.repeats, len(players), args.device)
             data = play_steps(meeting, returns, args.num_steps, generator, args.search)
-            learn_others(meeting, [data], None, optimizer, generator)
+            learn_others(meeting, [data | {"carry": data["carry"][0]}], optimizer, generator)
             rewards, overs = data["rewards"][:, seat], data["over"]
         else:
             with torch.no_grad():
@@ -3278,7 +3134,7 @@ def watch(args):
 
 def train(args):
     checkpoint = args.resume and load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}")
-    meeting, samples = build_players(args)
+    meeting, record = build_players(args)
     folder = open_run(args)
     minds = meeting.minds
     warm_seconds = time.perf_counter() - START
@@ -3290,6 +3146,7 @@ def train(args):
     thresholds = Thresholds(args.thresholds)
     imagined = round(args.imagined_ratio * args.num_envs)
     imagination = Imagination(meeting, imagined, generator) if imagined else None
+    rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse and args.goals == "latent" else None
     kept = deque(maxlen=(args.buffer_size or 5000) // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
     hop_names = [meeting.names[seat] for seat in meeting.hop_seats]
     others = len(args.players) - 1
@@ -3307,7 +3164,9 @@ def train(args):
         thresholds.reached.update(checkpoint["thresholds"])
         kept.extend(checkpoint["kept"])
         if imagination:
-            imagination.state, imagination.goals = checkpoint["imagination"]
+            imagination.state, imagination.told, imagination.goals = checkpoint["imagination"]
+        if rehearsal:
+            rehearsal.step, rehearsal.carry = checkpoint["rehearsal"]
 
     def seconds():
         return seconds_before + time.perf_counter() - START
@@ -3319,7 +3178,8 @@ def train(args):
             "meeting": meeting.get_state(), "generator": generator.get_state(), "returns": (returns.running, returns.last),
             "timesteps": timesteps, "seconds": seconds(), "counts": (best, worst_fall, simulated, imagined_steps),
             "thresholds": thresholds.reached, "kept": list(kept),
-            "imagination": (imagination.state, imagination.goals) if imagination else None,
+            "imagination": (imagination.state, imagination.told, imagination.goals) if imagination else None,
+            "rehearsal": (rehearsal.step, rehearsal.carry) if rehearsal else None,
             "world_model": meeting.model.weights if args.search_model == "learned" else None,
             "world_model_config": meeting.model.config if args.search_model == "learned" else None})
 
@@ -3360,21 +3220,23 @@ def train(args):
 
             kept.append({key: value for key, value in data.items() if key in (
                 "x", "joint", "present", "left", "ends", "over", "after", "rewards", "values", "carry")})
-            chunks = [data]
+            chunks = [data | {"carry": data["carry"][0]}]
             if len(kept) > 1:
-                chunks.append(kept[int(torch.randint(len(kept) - 1, (), generator=generator))])
-            rehearsal = None
-            if samples is not None and args.rehearse:
-                games = torch.randperm(len(samples["start"]), generator=generator)[:48].to(args.device)
-                rehearsal = make_batch(samples, games, None)
-            losses, bank = ({}, None)
+                older = kept[int(torch.randint(len(kept) - 1, (), generator=generator))]
+                chunks.append(older | {"carry": older["carry"][0]})
+            if rehearsal is not None:
+                chunks.append(rehearsal.next())
+            losses = {}
             if args.goals != "none":
-                losses, bank = learn_others(meeting, chunks, rehearsal, others_optimizer, generator)
+                losses = learn_others(meeting, chunks, others_optimizer, generator)
+            if rehearsal is not None:
+                rehearsal.done(chunks[-1])
             part_begun = clocked("others", part_begun)
 
             policy_losses = {}
             if imagination:
-                dream = imagination.play(data, bank if args.strangers else None, args.num_steps)
+                strange = [(chunks[-1], args.strangers)] if rehearsal is not None and args.strangers else []
+                dream = imagination.play([*strange, (data, 1 - args.strangers)], args.num_steps)
                 imagined_steps += dream["actions"].numel()
                 part_begun = clocked("imagination", part_begun)
                 policy_losses = update(minds.agent, minds.agent, optimizer, dream, None, args, ent_coef, soft_coef, generator)

@@ -998,7 +998,7 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
 
 def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters()]
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
