@@ -1452,7 +1452,7 @@ def check_flags(args):
         raise Refused(f"--boards {' '.join(args.boards)} must name one board or more, each once")
     boards = {text: parse_board(text, args) for text in args.boards}
     most = max(board["num_players"] for board in boards.values())
-    if len(args.plane_weights) > most + 3:
+    if args.plane_weights != Args.plane_weights and len(args.plane_weights) > most + 3:
         raise Refused(f"--plane-weights has {len(args.plane_weights)} numbers, but no board has more than {most + 3} planes")
     return boards
 

@@ -25,7 +25,7 @@ sys.path.insert(0, os.path.join(HERE, ".."))
 
 import train_world_model as script  # noqa: E402
 
-BOARDS = {"4x4": "4x4", "8x8": "8x8", "8x8, 5 blocks": "8x8b5", "5x5, 6 players": "5x5p6"}
+BOARDS = {"4x4": "4x4", "8x8": "8x8", "5x5, 6 players": "5x5p6"}
 BATCHES = (256, 1024, 4096, 16384)
 REPEATS = 5
 SECONDS = 0.4  # of each repeat
