@@ -1086,6 +1086,18 @@ def settle(reward, known):
     return reward + torch.where(near, nearest - reward, 0.0).detach()
 
 
+def cases(cell, ground, actions):
+    """A number [B, N] for all that a player's token sees: who else on its cell does what, what is on it, its own action.
+
+    Packed views; each action of another counts for a power of the number of players in the sum that names them all.
+    """
+    n = cell.shape[1]
+    power = n**torch.arange(NUM_ACTIONS, device=cell.device)[actions]
+    together = cell[:, :, None] == cell[:, None]
+    others = (together * power[:, None]).sum(2) - power
+    return (others * 8 + F.pad(ground, (0, 1)).gather(1, cell)) * NUM_ACTIONS + actions
+
+
 class WorldModel(nn.Module):
     """What comes next, from a player's own view and everybody's action: learned, local, the same for every board.
 
@@ -1672,23 +1684,39 @@ class Mind:
     """
 
     def __init__(self, agent, moa, told, goals, uniform=False):
-        self.agent, self.moa, self.told, self.uniform = agent, moa, told, uniform
-        pairs = goals.transpose(1, 2).flatten(0, 1)  # [L * (N-1), M, G]
-        self.goal_part = moa.goal_part(pairs)
-        self.shape = goals.shape[:3]
+        self.told, self.uniform, self.shape = told, uniform, goals.shape[:3]
+        length, _, others = self.shape
+        # What stays the same for all positions is computed once: the goals' part of the first layers, the scaled weights.
+        # The models of others are laid out [other, L], so that the views' rows [other, L * M] need not be moved.
+        order = torch.arange(length * others, device=goals.device).view(length, others).T.flatten()
+        pairs = goals.permute(2, 0, 1, 3).flatten(0, 1)  # [(N-1) * L, M, G]
+        self.first = torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])
+        self.view = moa.view.weight[order] * moa.scale[:, None]
+        self.hidden = moa.hidden.bias[order], moa.hidden.weight[order]
+        self.action = moa.action.bias[order], moa.action.weight[order]
+        w1, split = agent.w1 * agent.scale, told.shape[-1]
+        self.own_first, self.own_view = torch.baddbmm(agent.b1, told, w1[:, :split]), w1[:, split:]
+        self.own = agent
 
     def think(self, x):
         """Features [N, L * M, F] -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
         length, many, others = self.shape
-        x = x.float().unflatten(1, (length, many))
-        log_probs, value = self.agent(torch.cat([self.told, x[0]], -1))
-        seen = x[1:].transpose(0, 1).flatten(0, 1)  # [L * (N-1), M, F]
+        x = x.contiguous().float().unflatten(1, (length, many))
+        own, agent = x[0], self.own
+        hidden = torch.tanh(torch.baddbmm(self.own_first, own, self.own_view))
+        hidden = torch.tanh(torch.baddbmm(agent.b2, hidden, agent.w2))
+        mask = own[..., -NUM_ACTIONS:] != 0
+        log_probs = torch.baddbmm(agent.b_actor, hidden, agent.w_actor).masked_fill(~mask, -1e8).log_softmax(-1)
+        value = torch.baddbmm(agent.b_critic, hidden, agent.w_critic)
+        seen = x[1:].flatten(0, 1)  # [(N-1) * L, M, F]
         mask = seen[..., -NUM_ACTIONS:] != 0
         if self.uniform:
             chances = mask / mask.sum(-1, keepdim=True)
         else:
-            chances = self.moa.from_parts(self.moa.view_part(seen), self.goal_part, mask).exp()
-        chances = chances.unflatten(0, (length, others)).transpose(1, 2).flatten(0, 1)
+            hidden = F.relu(torch.baddbmm(self.first, seen, self.view))
+            hidden = F.relu(torch.baddbmm(self.hidden[0], hidden, self.hidden[1]))
+            chances = torch.baddbmm(self.action[0], hidden, self.action[1]).masked_fill(~mask, -1e8).softmax(-1)
+        chances = chances.unflatten(0, (others, length)).permute(1, 2, 0, 3).flatten(0, 1)
         return log_probs.flatten(0, 1), value.flatten(), chances
 
 

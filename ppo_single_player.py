@@ -20,7 +20,6 @@ The file from top to bottom:
 
 import dataclasses
 import importlib.util
-import io
 import json
 import math
 import os
@@ -29,7 +28,6 @@ import re
 import signal
 import sys
 import time
-from collections import deque
 from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Literal
@@ -39,7 +37,6 @@ START = time.perf_counter()  # seconds are counted from here, before the slow im
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 

@@ -143,6 +143,29 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path):
             assert q[tree].tolist() == pytest.approx(mean, abs=1e-4)
 
 
+def test_the_mind_of_a_search_answers_as_the_networks_do(tmp_path):
+    """What a search computes once for all positions changes nothing, and each model is asked about the right player."""
+    args = flags(tmp_path, players=("hop", "ns", "hop"), height=5)
+    meeting = script.Meeting(args, 7, 1)
+    sharpen(meeting.minds)
+    x = meeting.model.see(script.ego_first(meeting.game, meeting.seats))  # [3, 2 * 7, F]
+    told, goals = torch.randn(2, 7, 2 * args.goal_dim), torch.randn(2, 7, 2, args.goal_dim)
+    with torch.no_grad():
+        log_probs, value, chances = script.Mind(meeting.minds.agent, meeting.minds.moa, told, goals).think(x)
+        rows = x.float().unflatten(1, (2, 7))
+        expected, expected_value = meeting.minds.agent(torch.cat([told, rows[0]], -1))
+        assert torch.allclose(log_probs, expected.flatten(0, 1), atol=1e-4)
+        assert torch.allclose(value, expected_value.flatten(), atol=1e-5)
+        for hop in range(2):
+            for other in range(2):
+                seen = torch.zeros(4, 7, rows.shape[-1])
+                goal = torch.zeros(4, 7, args.goal_dim)
+                pair = hop * 2 + other
+                seen[pair], goal[pair] = rows[1 + other, hop], goals[hop, :, other]
+                expected = meeting.minds.moa(seen, goal).exp()[pair]
+                assert torch.allclose(chances.unflatten(0, (2, 7))[hop, :, other], expected, atol=1e-5)
+
+
 def exact_values(model, state, gamma):
     """The value of each own action against a co-player that draws uniformly from its legal actions, solved exactly."""
     values, x = [-math.inf] * 7, model.see(state)
