@@ -973,8 +973,9 @@ class GoalPrior(nn.Module):
         hidden = F.relu(self.decoder[0](goal))
         hidden = F.relu(self.decoder[1](hidden))
         players, ground = self.decoder[2](hidden).split([self.num_players * (self.cells + 1), 4 * self.cells], -1)
+        ground = ground.unflatten(-1, (self.cells, 4)).transpose(-1, -2)  # long rows last: seven times faster on a CPU
         return (players.unflatten(-1, (self.num_players, self.cells + 1)).log_softmax(-1),
-                ground.unflatten(-1, (self.cells, 4)).log_softmax(-1))
+                ground.log_softmax(-2).transpose(-1, -2))
 
 
 class ActionModel(nn.Module):
@@ -1111,16 +1112,20 @@ def make_batch(samples, games, horizon, symmetry=None):
 
 
 def rebuilding(players, ground, batch):
-    """What is lost in a view rebuilt: -log-likelihood of its pieces [L, M], and whether all are right after rounding."""
-    cells = batch["cells"].expand(len(players), -1, -1)
-    soil = batch["ground"].expand(len(ground), -1, -1)
-    recon = -(players.gather(-1, cells[..., None]).sum((-2, -1)) + ground.gather(-1, soil[..., None]).sum((-2, -1)))
-    exact = (players.argmax(-1) == cells).all(-1) & (ground.argmax(-1) == soil).all(-1)
-    return recon, exact
+    """What is lost in a view rebuilt: the -log-likelihood of its pieces [L, M]."""
+    cells = batch["cells"].expand(len(players), -1, -1)[..., None]
+    soil = batch["ground"].expand(len(ground), -1, -1)[..., None]
+    return -(players.gather(-1, cells).sum((-2, -1)) + ground.gather(-1, soil).sum((-2, -1)))
+
+
+def rebuilt_exactly(players, ground, batch):
+    """Whether all pieces of a view are right after rounding, which takes the likeliest place of each: [L, M]."""
+    return (players.argmax(-1) == batch["cells"]).all(-1) & (ground.argmax(-1) == batch["ground"]).all(-1)
 
 
 def loss_terms(models, batch, loss, noise):
-    """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal.
+    """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal. Beside them,
+    the mean of each view's goal, the mean of the inferred goals, and the actions' log-probabilities with those.
 
     moa             -log-probability of the action, with the goal known in hindsight
     moa_inferred    the same with the goal's mean inferred from the past
@@ -1131,7 +1136,7 @@ def loss_terms(models, batch, loss, noise):
     """
     mean, logvar = models.prior.encode(batch["view"])
     goal = mean + (0.5 * logvar).exp() * noise
-    recon, exact = rebuilding(*models.prior.decode(goal if loss != "moa" else goal.detach()), batch)
+    recon = rebuilding(*models.prior.decode(goal if loss != "moa" else goal.detach()), batch)
     hindsight = goal[:, batch["goal"]]
     if loss == "recon":
         hindsight = hindsight.detach()
@@ -1143,7 +1148,7 @@ def loss_terms(models, batch, loss, noise):
     moa, moa_inferred, evidence = (-log_prob.gather(-1, action)[..., 0] for log_prob in (*log_probs, weighed))
     return {"moa": moa, "moa_inferred": moa_inferred, "evidence": evidence, "recon": recon,
             "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
-            "inference": gaussian_kl(target, target_logvar, inferred, inferred_logvar)}, exact
+            "inference": gaussian_kl(target, target_logvar, inferred, inferred_logvar)}, (mean, inferred, log_probs[1])
 
 
 def total_loss(terms, loss, kl_weight):
@@ -1192,13 +1197,11 @@ def predict(models, samples, args):
     for games in samples["length"].argsort(descending=True, stable=True).split(512):
         batch = make_batch(samples, games, args.horizon)
         noise = torch.randn(1, len(batch["rows"]), args.goal_dim, generator=generator, device=args.device)
-        terms, _ = loss_terms(models, batch, args.loss, noise)
-        mean, _ = models.prior.encode(batch["view"])
+        terms, (mean, inferred, log_probs) = loss_terms(models, batch, args.loss, noise)
         hindsight = mean[:, batch["goal"]]
-        inferred = models.inference(batch["x"], batch["before"], batch["counts"])[0]
-        _, exact = rebuilding(*models.prior.decode(mean), batch)
-        now = {**terms, "inferred": models.moa(batch["x"], inferred).exp(), "goal_inferred": inferred,
-               "hindsight": models.moa(batch["x"], hindsight).exp(), "goal_hindsight": hindsight, "exact": exact}
+        now = {**terms, "inferred": log_probs.exp(), "goal_inferred": inferred,
+               "hindsight": models.moa(batch["x"], hindsight).exp(), "goal_hindsight": hindsight,
+               "exact": rebuilt_exactly(*models.prior.decode(mean), batch)}
         for name, value in now.items():
             if name not in each:
                 each[name] = torch.empty(len(samples["x"]), *value.shape[2:], dtype=value.dtype, device=args.device)

@@ -246,7 +246,7 @@ def test_models_side_by_side_are_models_alone(samples, args):
     batch = batch_of(samples)
     noise = torch.randn(3, len(batch["rows"]), args.goal_dim)
     wide = {**batch, **{name: batch[name].expand(3, -1, -1) for name in ("x", "view")}}
-    terms, exact = vae.loss_terms(together, wide, "both", noise)
+    terms, _ = vae.loss_terms(together, wide, "both", noise)
     for member in range(3):
         alone = make_models(samples, args)
         alone.load_state_dict({name: value if name.endswith("scale") else value[member:member + 1]
@@ -279,7 +279,7 @@ def test_the_kl_of_two_normals():
 def test_recon_is_the_likelihood_of_the_pieces(samples, args):
     models, batch = make_models(samples, args), batch_of(samples)
     players, ground = models.prior.decode(torch.randn(1, len(batch["rows"]), args.goal_dim))
-    recon, exact = vae.rebuilding(players, ground, batch)
+    recon, exact = vae.rebuilding(players, ground, batch), vae.rebuilt_exactly(players, ground, batch)
     for row in range(10):
         slow = -sum(players[0, row, player, batch["cells"][row, player]] for player in range(4))
         slow -= sum(ground[0, row, cell, batch["ground"][row, cell]] for cell in range(16))
@@ -287,9 +287,9 @@ def test_recon_is_the_likelihood_of_the_pieces(samples, args):
         right = [players[0, row, p].argmax() == batch["cells"][row, p] for p in range(4)]
         right += [ground[0, row, c].argmax() == batch["ground"][row, c] for c in range(16)]
         assert bool(exact[0, row]) == all(right)
-    perfect = (torch.nn.functional.one_hot(batch[name], classes)[None].float().clamp(min=1e-9).log()
-               for name, classes in (("cells", 17), ("ground", 4)))
-    recon, exact = vae.rebuilding(*perfect, batch)
+    perfect = tuple(torch.nn.functional.one_hot(batch[name], classes)[None].float().clamp(min=1e-9).log()
+                    for name, classes in (("cells", 17), ("ground", 4)))
+    recon, exact = vae.rebuilding(*perfect, batch), vae.rebuilt_exactly(*perfect, batch)
     assert exact.all() and recon.abs().max() < 1e-5
 
 
