@@ -204,6 +204,19 @@ def test_the_tables_are_the_networks(text):
     assert all(torch.equal(one, two) for one, two in zip(more, (table_reward, terminated, over)))
 
 
+@pytest.mark.parametrize("text", ["4x4", "6x5b2p3", "5x5p6s2"])
+def test_the_short_cuts_of_a_trained_model_are_exact(model, text):
+    batch = all_rows(script.collect(board(text), 3000, 8, gathered=0.5))
+    tables = model.tabulate(batch["height"], batch["width"], batch["cell"].shape[1])
+    assert tables.one_look and tables.empty_stays
+    rows = batch["cell"], batch["ground"], batch["actions"], batch["step"], batch["steps_left"]
+    short = tables.step(*rows)
+    tables.one_look = tables.empty_stays = False
+    assert all(torch.equal(one, two) for one, two in zip(short, tables.step(*rows)))
+    cell, ground = script.pack(predict(model, batch)["view"])
+    assert torch.equal(short[0], cell) and torch.equal(short[1], ground)
+
+
 def test_a_soft_view_of_zeros_and_ones_is_a_hard_one():
     batch = all_rows(script.collect(board("6x5b2p3"), 300, 9))
     net = random_model(2)
