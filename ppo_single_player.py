@@ -1357,6 +1357,7 @@ def main(args):
     learner_names = [table.names[seat] for seat in table.learner_seats]
     learner_of = {name: 0 if args.share_parameters else learner for learner, name in enumerate(learner_names)}
     timesteps, seconds_before = 0, 0.0
+    tail = []  # the losses of the last tenth of the run, whose means are its final ones
     if checkpoint:
         agent.load_state_dict(checkpoint["agent"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -1365,7 +1366,7 @@ def main(args):
         table.observation = table.game.observe()
         generator.set_state(checkpoint["generator"])
         returns.running, returns.last = checkpoint["returns"]
-        timesteps, seconds_before = checkpoint["timesteps"], checkpoint["seconds"]
+        timesteps, seconds_before, tail = checkpoint["timesteps"], checkpoint["seconds"], checkpoint["tail"]
         thresholds.reached.update(checkpoint["thresholds"])
         if buffer:
             buffer.data, buffer.length = checkpoint["buffer"]
@@ -1379,7 +1380,7 @@ def main(args):
             "learner_of": learner_of, "optimizer": optimizer.state_dict(), "game": table.game.get_state(),
             "lineup": table.lineup.get_state(), "generator": generator.get_state(),
             "returns": (returns.running, returns.last), "timesteps": timesteps, "seconds": seconds(),
-            "thresholds": thresholds.reached, "buffer": (buffer.data, buffer.length) if buffer else None})
+            "tail": tail, "thresholds": thresholds.reached, "buffer": (buffer.data, buffer.length) if buffer else None})
 
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
@@ -1412,6 +1413,8 @@ def main(args):
                 data, trace = bring_up_to_date(agent, buffer.add(data, played))
             losses = update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, generator)
             learning_seconds = time.perf_counter() - part_begun
+            if timesteps > 0.9 * args.total_timesteps:
+                tail.append(losses)
 
             thresholds.check(returns.last, table.learner_seats, seconds(), timesteps)
             for seat, name in enumerate(table.names):
@@ -1451,8 +1454,10 @@ def main(args):
     results = {"timesteps": timesteps, "seconds": round(trained_seconds, 2),
                "sps": round((timesteps - begun_at) / max(time.perf_counter() - begun, 1e-9)),
                "evaluation": {}, "thresholds": thresholds.reached,
-               "losses": {key: {name: value[learner_of[name]].item() for name in learner_names}
-                          for key, value in losses.items()} if timesteps > begun_at else {}}
+               "losses": {}}
+    for key in tail[0] if tail else ():
+        mean = torch.stack([losses[key] for losses in tail]).mean(0)
+        results["losses"][key] = {name: mean[learner_of[name]].item() for name in learner_names}
     rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
     for mode in ("sampled", "greedy") if args.eval_episodes else ():
         played = evaluate(args, agent, args.eval_episodes, mode == "greedy", args.seed + 1_000_000).cpu()
