@@ -1463,12 +1463,13 @@ def epoch_line(epoch, moa):
     """The line of an epoch: as in the notes, and beside it the ceilings."""
     inferred, hindsight = moa["inferred"], moa["hindsight"]
     history, kind = moa["ceiling"]["history"], moa["ceiling"]["kind"]
-    return (f"[MOA] epoch {epoch}: top1={inferred['top1']:.4f}, top3={inferred['top3']:.4f}, "
-            f"ce={inferred['cross_entropy']:.4f} (goal inferred; ceiling, history known: {history['top1']:.4f}, "
-            f"{history['top3']:.4f}, {history['cross_entropy']:.4f}; always the commonest: {moa['trivial']['top1']:.4f})\n"
-            f"      in hindsight: top1={hindsight['top1']:.4f}, top3={hindsight['top3']:.4f}, "
-            f"ce={hindsight['cross_entropy']:.4f} (ceiling, kind known: {kind['top1']:.4f}, {kind['top3']:.4f}, "
-            f"{kind['cross_entropy']:.4f})")
+    told = lambda scores: (f"top1={scores['top1']:.4f}, top3={scores['top3']:.4f}, hit rate={scores['hit_rate']:.4f}, "
+                           f"cross-entropy={scores['cross_entropy']:.4f}")
+    return (f"[MOA] epoch {epoch}: {told(inferred)}\n"
+            f"      ceiling, only the history known: {told(history)}\n"
+            f"      goal known in hindsight: {told(hindsight)}\n"
+            f"      ceiling, the kind known: {told(kind)}\n"
+            f"      always the commonest action: {told(moa['trivial'])}")
 
 
 def log_scores(writer, moa, row, epoch):

@@ -54,8 +54,8 @@ def read(file):
 
 def spread(values, digits, factor=1.0):
     values = [value * factor for value in values]
-    deviation = statistics.stdev(values) if len(values) > 1 else 0.0
-    return f"{statistics.mean(values):.{digits}f} ± {deviation:.{digits}f}"
+    deviation = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{deviation}"
 
 
 def table(head, rows):
@@ -90,9 +90,9 @@ def print_tables(results):
                                         f"{statistics.mean(history(r)['recall'][a] for r in of_it):.3f}" for a in ACTIONS)]
                                for case, of_it in cases.items()])
     print("What the goals mean, views rebuilt, and time\n")
-    table(["case", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %", "Bayes, %",
+    table(["case", "seeds", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %", "Bayes, %",
            "largest gap at a step, points", "exact views, %", "recon, nats", "kl, nats", "total", "epochs", "seconds", "CPU seconds"],
-          [[case, *(spread([r["goal"][key] for r in of_it], 2, 100)
+          [[case, str(len(of_it)), *(spread([r["goal"][key] for r in of_it], 2, 100)
                     for key in ("hindsight", "caught_rule", "inferred", "bayes", "largest_gap")),
             spread([r["vae"]["exact_views"] for r in of_it], 2, 100),
             *(spread([r["vae"][key] for r in of_it], 3) for key in ("recon", "kl", "total")), str(of_it[0]["epochs"]),
