@@ -11,6 +11,7 @@ kept in `<folder>/ppo.md`.
 import dataclasses
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,14 +57,15 @@ class Args:
     """further flags for every run"""
 
 
-def run(folder, name, flags):
-    """Makes one run, or what is missing of it. -> its results"""
+def run(folder, name, flags, script="ppo_single_player.py"):
+    """Makes one run of a script, or what is missing of it. -> its results"""
     path = os.path.join(folder, name)
     if not os.path.isfile(os.path.join(path, "results.json")):
-        script = os.path.join(HERE, "..", "ppo_single_player.py")
+        script = os.path.join(HERE, "..", script)
         if os.path.isfile(os.path.join(path, "checkpoint.pt")):
             flags = f"--resume {path}"
         else:
+            shutil.rmtree(path, ignore_errors=True)  # begun, but stopped before anything was saved
             flags = f"{flags} --runs-dir {folder} --run-name {name}"
         subprocess.run([sys.executable, script, *flags.split()], check=True)
     with open(os.path.join(path, "results.json"), encoding="utf-8") as file:
@@ -87,6 +89,25 @@ def among(folder, name, seed):
     with open(path, "w", encoding="utf-8") as file:
         json.dump(answer, file, indent=2)
     return answer
+
+
+def equal_together(folder, name, seeds):
+    """Do the four players of self-play earn equally, over 20,000 episodes of each seed together? -> a sentence"""
+    sys.path.insert(0, os.path.join(HERE, ".."))
+    import ppo_single_player as script
+    import torch
+
+    torch.set_num_threads(1)
+    every = []
+    for seed in seeds:
+        players = [f"{os.path.join(folder, f'{name}-{seed}', 'checkpoint.pt')}:player_{seat}" for seat in (1, 2, 3, 4)]
+        path = os.path.join(folder, f"{name}-{seed}", "returns.pt")
+        if not os.path.isfile(path):
+            torch.save(script.evaluate(tyro.cli(script.Args, args=["--players", *players]), None, 20_000, False, 77_000 + seed), path)
+        every.append(torch.load(path))
+    score, limit, pair = script.equal_players_test(torch.cat(every), ["ppo"] * 4)
+    verdict = "they earn equally" if score <= limit else f"players {pair[0] + 1} and {pair[1] + 1} do not earn equally"
+    return f"{name}, {len(seeds)} seeds together, {sum(map(len, every))} episodes: largest |z| {score:.2f} (limit {limit:.2f}), {verdict}."
 
 
 def spread(values, digits=3):
@@ -131,6 +152,8 @@ def main(args):
             for trained, answers in strangers.items():
                 text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
                 text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
+            if "selfplay-4x4" in done and seed == args.seeds[-1]:
+                text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
             print(text, flush=True)
             with open(os.path.join(args.folder, "ppo.md"), "w", encoding="utf-8") as file:
                 file.write(text + "\n")

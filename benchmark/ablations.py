@@ -1,0 +1,104 @@
+"""HOP+ and what is left of it without each of its parts, over two seeds; and it among others and on larger boards.
+
+    python benchmark/ablations.py                        every run, 2 seeds
+    python benchmark/ablations.py --only full no-search --seeds 1 2 3
+
+Each run is an ordinary one of hopplus_selfplay.py in `--folder`. One that is finished is not run again, one that was
+stopped is resumed; the table is printed after each run and kept in `<folder>/ablations.md`. Players trained on the usual
+and on the scarce board also meet strangers (--mode adapt).
+"""
+
+import dataclasses
+import os
+import sys
+
+import tyro
+
+from ppo import run, spread
+
+RUNS = {
+    "full": "",
+    "rules-as-model": "--search-model rules",
+    "no-search": "--search none",
+    "one-step": "--search one-step",
+    "no-imagination": "--imagined-ratio 0",
+    "goals-zero": "--goals zero",
+    "goals-none": "--goals none",
+    "goals-prey": "--goals prey",
+    "selector-min": "--selector min",
+    "samples-rewarded": "--moa-samples rewarded",
+    "buffer-5000": "--buffer episodes --buffer-size 5000",
+    "buffer-20000": "--buffer episodes --buffer-size 20000",
+    "among-3-ns": "--players hop ns ns ns",
+    "among-ns-nh-nh": "--players hop ns nh nh",
+    "8x8": "--height 8 --width 8 --total-timesteps 200000",
+    "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5 --total-timesteps 300000",
+    "scarce": "--hares 2 --final-time 12",
+}
+STRANGERS = {"full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
+             "scarce": ("ns ns ns", "nh nh nh", "random random random")}
+
+
+@dataclasses.dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """names of the runs to make (default: all)"""
+    seeds: tuple[int, ...] = (1, 2)
+    """seeds of each run"""
+    folder: str = os.path.join("runs", "benchmark-ablations")
+    """where the runs and the table go"""
+    strangers: bool = True
+    """let a trained player of the full runs meet strangers"""
+    flags: str = ""
+    """further flags for every training run"""
+
+
+def table(done):
+    """The Markdown table of all that is done: {run: [results of each seed]}."""
+    lines = ["| run | seeds | searched | policy alone | by player | steps to 2.85 | seconds to 2.85 | largest fall, last quarter | "
+             "MOA top-1 / ceiling |", "|" + "---|" * 9]
+    for name, seeds in done.items():
+        played = [result["evaluation"].get("searched") or result["evaluation"]["policy"] for result in seeds]
+        players = [key for key in played[0] if key.startswith("player_")]
+        reached = [result["thresholds"].get("2.85") or {"seconds": None, "timesteps": None} for result in seeds]
+        moa = [f"{kind} {spread([result['moa'][kind]['top1'] for result in seeds], 2)} / "
+               f"{spread([result['moa'][kind]['top1_ceiling'] for result in seeds], 2)}" for kind in seeds[0]["moa"]]
+        lines.append("| " + " | ".join([
+            name, str(len(seeds)),
+            spread([r["evaluation"]["searched"]["mean"] if "searched" in r["evaluation"] else None for r in seeds]),
+            spread([result["evaluation"]["policy"]["mean"] for result in seeds]),
+            " ".join(f"{sum(p[key] for p in played) / len(played):.2f}" for key in players),
+            spread([at["timesteps"] for at in reached], 0), spread([at["seconds"] for at in reached], 0),
+            spread([result["largest_fall_in_last_quarter"] for result in seeds]), ", ".join(moa)]) + " |")
+    return "\n".join(lines)
+
+
+def main(args):
+    unknown = set(args.only) - set(RUNS)
+    if unknown:
+        print(f"error: --only {' '.join(sorted(unknown))}: there are {', '.join(RUNS)}", file=sys.stderr)
+        return 2
+    done, met = {}, {}
+    for seed in args.seeds:
+        for name in args.only or RUNS:
+            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", f"{RUNS[name]} --seed {seed} {args.flags}",
+                                                 "hopplus_selfplay.py"))
+            for others in STRANGERS.get(name, ()) if args.strangers else ():
+                checkpoint = os.path.join(args.folder, f"{name}-{seed}")
+                results = run(args.folder, f"{name}-{seed}-meets-{others.replace(' ', '-')}",
+                              f"--mode adapt --checkpoint {checkpoint} --players hop {others} --repeats 100 --seed {seed}",
+                              "hopplus_selfplay.py")
+                met.setdefault((name, others), []).append(results["second_half"]["mean"])
+            text = table(done)
+            if met:
+                text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
+                text += "| trained | among | return |\n|---|---|---|\n"
+                text += "\n".join(f"| {name} | {others} | {spread(values)} |" for (name, others), values in met.items())
+            print(text, flush=True)
+            with open(os.path.join(args.folder, "ablations.md"), "w", encoding="utf-8") as file:
+                file.write(text + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))
