@@ -655,25 +655,6 @@ def unpack(cell, ground, height, width):
     return torch.cat([players[..., :-1], ground], 1).unflatten(2, (height, width)).permute(0, 2, 3, 1)
 
 
-def legal_actions(view):
-    """The action mask [B, 7] that follows from a view [B, H, W, N+3], seen or predicted, as the game defines it."""
-    height, width = view.shape[1:3]
-    cell, ground = pack(view)
-    cell = cell[:, 0]
-    row, column = cell // width, cell % width
-    mask = torch.zeros(len(view), NUM_ACTIONS, dtype=torch.bool, device=view.device)
-    padded = F.pad(ground, (0, 1))
-    for action, (down, right) in enumerate(((-1, 0), (1, 0), (0, -1), (0, 1))):
-        inside = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
-        beyond = torch.where(inside, cell + down * width + right, height * width)
-        mask[:, action] = inside & (padded.gather(1, beyond[:, None])[:, 0] & 1 == 0)
-    here = padded.gather(1, cell[:, None])[:, 0]
-    mask[:, HUNT_STAG], mask[:, HUNT_HARE] = here & 2 != 0, here & 4 != 0
-    mask &= (cell < height * width)[:, None]
-    mask[:, STAY] = True
-    return mask
-
-
 def save_data(path, data):
     """Writes rows as a .npz file of planes."""
     columns = {key: data[key].cpu().numpy() for key in DATA_KEYS if key in data}
@@ -1203,19 +1184,6 @@ def make_model(config):
     """The model that a checkpoint's "world_model_config" describes, with fresh weights."""
     config = dict(config)
     return {"local": WorldModel, "mlp": WorldMLP}[config.pop("kind")](**config)
-
-
-def load_world_model(path, flag, device="cpu"):
-    """Loads the model of a checkpoint that train_world_model.py wrote. -> model, checkpoint"""
-    checkpoint = load_checkpoint(path, f"{flag} {path}")
-    if "world_model" not in checkpoint:
-        raise Refused(f"{flag} {path} holds no world model, it was written by {checkpoint['script']}")
-    try:
-        model = make_model(checkpoint["world_model_config"])
-        model.load_state_dict(checkpoint["world_model"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise Refused(f"{flag} {path}: its world model does not fit this script ({type(error).__name__})") from error
-    return model.to(device).eval(), checkpoint
 
 
 # ================================================================================== learning

@@ -23,6 +23,7 @@ import tyro
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, ".."))
 
+import test_obs_reward_model as tester  # noqa: E402
 import train_world_model as script  # noqa: E402
 
 BOARDS = {"4x4": "4x4", "8x8": "8x8", "5x5, 6 players": "5x5p6"}
@@ -102,8 +103,8 @@ def main(args):
         with open(path, encoding="utf-8") as file:
             done = json.load(file)
     try:
-        model, _ = script.load_world_model(checkpoint, "--checkpoint")
-    except script.Refused as refusal:
+        model, _ = tester.load_world_model(checkpoint, "--checkpoint")
+    except tester.Refused as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         return 2
     for name, text in BOARDS.items():

@@ -50,7 +50,7 @@ def trained(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def model(trained):
-    return script.load_world_model(os.path.join(trained, "checkpoint.pt"), "--checkpoint")[0]
+    return tester.load_world_model(os.path.join(trained, "checkpoint.pt"), "--checkpoint")[0]
 
 
 # ------------------------------------------------------------------------------------------ rows
@@ -66,7 +66,7 @@ def test_views_are_those_of_the_game(text):
         order = (ego + torch.arange(n)) % n
         view = script.unpack(game.cell.T[:, order], script.ground_bits(game), game.height, game.width)
         assert torch.equal(view, observation["observation"][:, ego])
-        assert torch.equal(script.legal_actions(view), observation["action_mask"][:, ego])
+        assert torch.equal(tester.legal_actions(view), observation["action_mask"][:, ego])
         cell, ground = script.pack(view)
         assert torch.equal(cell, game.cell.T[:, order]) and torch.equal(ground, script.ground_bits(game))
 
@@ -97,7 +97,7 @@ def test_rows_obey_the_rules_and_are_rich():
     _, number, stag, _ = tester.rules_of_catch(batch, 2)
     kinds = {tester.catch_kind(*key) for key in tester.group_rows(number, stag)}
     assert kinds == {"none", "hare", "shared hare", "stag with 2", "stag with 3", "stag with 4"}
-    legal = script.legal_actions(view_of(batch))
+    legal = tester.legal_actions(view_of(batch))
     illegal = ~legal.gather(1, batch["actions"][:, :1])[:, 0]
     assert illegal.any() and (data["over"] & (data["steps_left"] == 1)).any()
 
@@ -276,7 +276,7 @@ def test_actions_in_the_wrong_order_show(model):
 def test_another_game_is_learned_as_well(tmp_path):
     args = dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0)
     assert script.main(flags(tmp_path, boards=("4x4",), **args)) == 0
-    net = script.load_world_model(str(tmp_path / "run" / "checkpoint.pt"), "--checkpoint")[0]
+    net = tester.load_world_model(str(tmp_path / "run" / "checkpoint.pt"), "--checkpoint")[0]
     check = script.measure(net, script.collect(board("4x4", **args), 5000, 13))
     assert check["exact"] >= 0.999 and check["reward_exact"] >= 0.99
     assert script.measure(net, script.collect(board("4x4"), 5000, 13))["exact"] < 0.999
