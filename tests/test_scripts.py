@@ -1,0 +1,36 @@
+"""What holds for every script alike: no name is used that the file does not have."""
+
+import builtins
+import os
+import symtable
+
+import pytest
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+SCRIPTS = sorted(name for name in os.listdir(os.path.join(HERE, "..")) if name.endswith(".py"))
+
+
+def missing_names(source, path):
+    """Global names that some scope reads and nothing at the top level defines."""
+    top = symtable.symtable(source, path, "exec")
+    defined = {symbol.get_name() for symbol in top.get_symbols() if symbol.is_assigned() or symbol.is_imported()
+               or symbol.is_namespace()} | set(dir(builtins)) | {"__file__", "__name__"}
+    missing, scopes = set(), [top]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        missing |= {symbol.get_name() for symbol in scope.get_symbols()
+                    if symbol.is_global() and symbol.is_referenced() and symbol.get_name() not in defined}
+    return missing
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_no_name_is_missing(script):
+    """A definition copied without the helper that it calls would only be noticed when it runs."""
+    path = os.path.join(HERE, "..", script)
+    with open(path, encoding="utf-8") as file:
+        assert not missing_names(file.read(), path)
+
+
+def test_a_missing_name_is_found():
+    assert missing_names("def one():\n    return two(len(three))\n\nthree = 3\n", "made up") == {"two"}
