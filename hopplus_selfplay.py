@@ -219,6 +219,8 @@ class Args(RunArgs, GameArgs):
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
+    moa_decisions: int = 2_000
+    """decisions of HOP+ players on which the models of others are scored at the end, each searched 16 times"""
     thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
     """mean returns whose first reaching is timed, by the mean of the last 500 episodes"""
     picture_every: float = 60.0
@@ -1288,6 +1290,10 @@ class WorldModel(nn.Module):
 
         reward = self.add_shares(shares, present)
         reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
+        # Where the ego always has a hand in a catch, its own share and what others bring cannot be told apart: a little
+        # weight on the latter lets all of it be its own, so that a catch without it brings nothing, in larger crowds too.
+        brought = shares[:, 1:, 1] * present[:, 1:] / self.reward_scale
+        reward_loss = reward_loss + 1e-2 * brought.square().sum(1).mean()
         left = (batch["next_cell"] < height * width).float()
         prey = after.sum(1)
         end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
@@ -2858,7 +2864,7 @@ def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name in ("total_timesteps", "num_envs", "num_steps", "hidden_size", "vae_size", "goal_dim", "num_minibatches",
                  "update_epochs", "simulations", "trees", "horizon", "warmup_games", "warmup_epochs", "warmup_updates",
-                 "moa_epochs", "episodes", "repeats"):
+                 "moa_epochs", "moa_decisions", "episodes", "repeats"):
         if getattr(args, name) < 1:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf), ("beta", 0, math.inf),
@@ -2936,12 +2942,12 @@ def average_scores(scores, pairs):
 
 
 @torch.no_grad()
-def report_models(args, meeting, seed, decisions=2000, searches=16):
+def report_models(args, meeting, seed, searches=16):
     """The models of others on fresh games: against searching players, whose policy is averaged over repeated searches."""
     meeting = Meeting(args, args.num_envs, seed, meeting.minds, meeting.model)
     generator = torch.Generator(args.device).manual_seed(seed)
     steps, found = [], 0
-    while found < decisions and len(steps) < 200:
+    while found < args.moa_decisions:
         chances = meeting.lineup.probabilities(meeting.game).transpose(0, 1).clone()
         actions, seen = meeting.act(generator, args.search)
         improved = seen["improved"].exp()

@@ -962,6 +962,10 @@ class WorldModel(nn.Module):
 
         reward = self.add_shares(shares, present)
         reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
+        # Where the ego always has a hand in a catch, its own share and what others bring cannot be told apart: a little
+        # weight on the latter lets all of it be its own, so that a catch without it brings nothing, in larger crowds too.
+        brought = shares[:, 1:, 1] * present[:, 1:] / self.reward_scale
+        reward_loss = reward_loss + 1e-2 * brought.square().sum(1).mean()
         left = (batch["next_cell"] < height * width).float()
         prey = after.sum(1)
         end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])

@@ -15,7 +15,7 @@ import hopplus_selfplay as script
 HERE = os.path.dirname(os.path.abspath(__file__))
 SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_size=16, warmup_games=8, warmup_epochs=1,
              warmup_updates=20, eval_episodes=8, eval_policy_episodes=8, simulations=4, imagined_ratio=2.0, save_every=1e9,
-             picture_every=1e9, search_model="rules")
+             picture_every=1e9, search_model="rules", moa_decisions=30)
 
 
 def flags(tmp_path, **changes):
