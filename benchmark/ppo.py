@@ -152,7 +152,7 @@ def main(args):
             for trained, answers in strangers.items():
                 text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
                 text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
-            if "selfplay-4x4" in done and seed == args.seeds[-1]:
+            if len(done.get("selfplay-4x4", ())) == len(args.seeds):
                 text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
             print(text, flush=True)
             with open(os.path.join(args.folder, "ppo.md"), "w", encoding="utf-8") as file:
