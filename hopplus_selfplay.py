@@ -1742,7 +1742,8 @@ class Mind:
     def think(self, x):
         """Features [N, L * M, F] -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
         length, many, others = self.shape
-        x = x.contiguous().float().unflatten(1, (length, many))
+        # Features lie column by column: moved as rows of M, and turned only for the product's sake, which needs no copy.
+        x = x.transpose(1, 2).unflatten(2, (length, many)).transpose(1, 2).contiguous().float().transpose(2, 3)
         own, agent = x[0], self.own
         hidden = torch.tanh(torch.baddbmm(self.own_first, own, self.own_view))
         hidden = torch.tanh(torch.baddbmm(agent.b2, hidden, agent.w2))
@@ -1819,16 +1820,15 @@ def search(model, mind, state, simulations, beta, gamma, reward_scale, widening,
         parent, parent_action, parent_slot, parent_moves = row, torch.zeros_like(row), torch.zeros_like(row), None
         leaf_row, is_new = row, torch.zeros_like(going)
         for depth in range(min(number, max_depth)):
-            count = visits[row]
-            improved, _ = improved_policy(policy[row], totals[row] / count.clamp(min=1), count, values[row], beta)
-            action = (improved.exp() - count / (1 + count.sum(-1, keepdim=True))).masked_fill(policy[row] < -1e7, -9).argmax(-1)
-            chance = drawn[row]  # [T, others, 7]
+            count, prior, total, value, chance = (part.index_select(0, row) for part in (visits, policy, totals, values, drawn))
+            improved, _ = improved_policy(prior, total / count.clamp(min=1), count, value, beta)
+            action = (improved.exp() - count / (1 + count.sum(-1, keepdim=True))).masked_fill(prior < -1e7, -9).argmax(-1)
             number_drawn = torch.rand(trees, others, 1, generator=generator, device=device) * (1 - 1e-6)
             moves = (chance <= number_drawn * chance[..., -1:]).sum(-1)  # [T, others]
             code = (moves * power).sum(-1)
-            known = child[row, action]  # [T, outcomes]
-            same = (child_moves[row, action] == code[:, None]) & (known >= 0)
-            met = child_visits[row, action]
+            edge = row * NUM_ACTIONS + action
+            known, known_moves, met = (part.flatten(0, 1).index_select(0, edge) for part in (child, child_moves, child_visits))
+            same = (known_moves == code[:, None]) & (known >= 0)  # [T, outcomes]
             children = (known >= 0).sum(-1)
             room = (children < outcomes) & (children < widening * (count.gather(1, action[:, None])[:, 0] + 1).sqrt())
             again = (met.cumsum(-1) <= torch.rand(trees, 1, generator=generator, device=device) * (1 - 1e-6)
