@@ -1109,10 +1109,11 @@ def look_up(table, index):
 class WorldModel(nn.Module):
     """What comes next, from a player's own view and everybody's action: learned, local, the same for every board.
 
-    Five small networks, whose weights are the same for every cell, every board and every player:
+    Six small networks, whose weights are the same for every cell, every board and every player:
         token   of each player: its action, what is on its cell, how many others on the cell do what
                 -> a score for each of nine next places and for being gone
-        share   of the same -> two shares of reward: what the player itself earns, what the ego earns because of it
+        share   of the same -> what the player earns itself, and by all that others do on its cell
+        gift    of the same -> what the ego earns by this player's action, where it is on another cell
         target  of each player and each place within reach: its action, the offset, what is there -> a score
         ground  of each cell: what is on it, how many on it do what -> what will be on it
         end     of the view that comes out: who and what is left of it, the clock -> own game over, episode over
@@ -1131,7 +1132,8 @@ class WorldModel(nn.Module):
         self.kinds = list(kinds)
         counts, small = NUM_ACTIONS * COUNT_LEVELS, max(hidden_size // 2, 8)
         self.token = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, NUM_OFFSETS + 1, counts)
-        self.share = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, 2, counts)
+        self.share = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, 1, counts)
+        self.gift = perceptron(NUM_ACTIONS + 3 + counts, small, 1, counts)
         self.target = perceptron(NUM_ACTIONS + NUM_OFFSETS + 4, small, 1)
         self.ground = perceptron(3 + counts, hidden_size, 3, counts)
         counted = 3 * COUNT_LEVELS + 2 * len(CLOCK_LEVELS)
@@ -1158,7 +1160,7 @@ class WorldModel(nn.Module):
         """One-hot action [..., 7], what is on the cell [..., 3], counts of the others' actions there [..., 7]
         -> scores [..., 10], shares of reward [..., 2] in the units of the game."""
         token = torch.cat([action, content, levels(others)], -1)
-        return self.token(token), self.share(token) * self.reward_scale
+        return self.token(token), torch.cat([self.share(token), self.gift(token)], -1) * self.reward_scale
 
     def read_ground(self, content, counts):
         """What is on a cell [..., 3] and the counts of the actions on it [..., 7] -> logits of what will be [..., 3]."""
@@ -1221,16 +1223,21 @@ class WorldModel(nn.Module):
     def hard_step(self, cell, ground, actions, height, width):
         """The next planes of players [B, N, C] and ground [B, 3, C], and the reward [B], from packed views."""
         scores, shares, here, reach, present, _ = self.look(cell, ground, actions, height, width)
+        elsewhere = cell[:, 1:] != cell[:, :1]
         batch, n = cell.shape
         chance = scores.softmax(-1)[..., :GONE] * present[..., None]
         players = chance.new_zeros(batch, n, height * width + 1).scatter_add(2, reach, chance)[..., :-1]
         after = F.pad(self.empty_ground()[ground.long()], (0, 0, 0, 1))
         after = after.scatter(1, cell[..., None].expand(-1, -1, 3), here)[:, :-1].sigmoid().transpose(1, 2)
-        return players, after, self.add_shares(shares, present)
+        return players, after, self.add_shares(shares, present, elsewhere)
 
-    def add_shares(self, shares, present):
-        """The ego's reward: its own share, and what the others bring it; nothing once it has left."""
-        return (shares[:, 0, 0] + (shares[:, 1:, 1] * present[:, 1:]).sum(1)) * present[:, 0]
+    def add_shares(self, shares, present, elsewhere):
+        """The ego's reward: its own share, and what others on other cells give it; nothing once it has left.
+
+        What others do on the ego's own cell is part of its own share: otherwise the two could not be told apart where
+        the ego always has a hand in a catch, and larger crowds than those of training would catch without it and pay.
+        """
+        return (shares[:, 0, 0] + (shares[:, 1:, 1] * present[:, 1:] * elsewhere).sum(1)) * present[:, 0]
 
     def soft_step(self, view, actions):
         """hard_step for a view of probabilities, through which gradients flow: every player is looked at on every cell."""
@@ -1253,15 +1260,15 @@ class WorldModel(nn.Module):
         moved = chance.new_zeros(batch, n, cells + 1)
         moved = moved.scatter_add(2, reach.flatten().expand(batch, n, -1), chance.flatten(2))[..., :-1]
         after = self.read_ground(content, counts).sigmoid().transpose(1, 2)
-        shares = (shares * players[..., None]).sum(2)
-        present = players.sum(2)
-        reward = shares[:, 0, 0] + shares[:, 1:, 1].sum(1) * present[:, 0]
+        own = (shares[:, 0, :, 0] * players[:, 0]).sum(1)
+        given = (shares[:, 1:, :, 1] * players[:, 1:] * (1 - players[:, :1])).sum((1, 2))
+        reward = own + given * players[:, 0].sum(1)
         return moved, after, reward
 
     def shrink(self, size):
         """Moves the weights of the counted inputs towards 0: what does not matter falls silent, so that numbers and
         mixtures never met in training change nothing either."""
-        for net in (self.token, self.share, self.ground):
+        for net in (self.token, self.share, self.gift, self.ground):
             weight = net[0].weight.data[:, -NUM_ACTIONS * COUNT_LEVELS:]
             weight.sub_(weight.clamp(-size, size))
 
@@ -1288,12 +1295,8 @@ class WorldModel(nn.Module):
         there = F.binary_cross_entropy_with_logits(here, there, reduction="none")
         ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1).mean(0)
 
-        reward = self.add_shares(shares, present)
+        reward = self.add_shares(shares, present, cell[:, 1:] != cell[:, :1])
         reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
-        # Where the ego always has a hand in a catch, its own share and what others bring cannot be told apart: a little
-        # weight on the latter lets all of it be its own, so that a catch without it brings nothing, in larger crowds too.
-        brought = shares[:, 1:, 1] * present[:, 1:] / self.reward_scale
-        reward_loss = reward_loss + 1e-2 * brought.square().sum(1).mean()
         left = (batch["next_cell"] < height * width).float()
         prey = after.sum(1)
         end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
@@ -1358,7 +1361,7 @@ class ModelTables:
             after.append(model.read_ground(c, o + a).reshape(-1, 3))
         weights = torch.tensor([1, 2, 4], dtype=torch.uint8, device=device)
         self.scores = torch.cat(scores).T.contiguous()  # [10, row]
-        self.own, self.brought = torch.cat(shares).T.contiguous()  # [row] each
+        self.own, self.gift = torch.cat(shares).T.contiguous()  # [row] each
         self.after = ((torch.cat(after) > 0) * weights).sum(1, dtype=torch.uint8)  # [row]
         self.empty = ((model.empty_ground() > 0) * weights).sum(1, dtype=torch.uint8)  # [8]
         self.empty_stays = self.empty[model.kinds].tolist() == model.kinds
@@ -1424,8 +1427,8 @@ class ModelTables:
             best = look_up(self.reach, choice + cell)
         else:
             best = self.best_of_all(cell, actions, row, kinds, first, present)
-        brought = (look_up(self.brought, row[1:]) * present[1:]).sum(0)
-        reward = (look_up(self.own, row[0]) + brought) * present[0]
+        given = (look_up(self.gift, row[1:]) * (present[1:] & (cell[1:] != cell[0]))).sum(0)
+        reward = (look_up(self.own, row[0]) + given) * present[0]
         after = look_up(self.after, row)
         if not self.empty_stays:
             kinds = look_up(torch.cat([self.empty, kinds.new_tensor([OUTSIDE])]), kinds)

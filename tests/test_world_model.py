@@ -56,6 +56,17 @@ def model(trained):
 # ------------------------------------------------------------------------------------------ rows
 
 
+def test_what_others_do_on_the_own_cell_is_no_gift():
+    batch = all_rows(script.collect(board("4x4"), 3000, 8, gathered=0.8))
+    net, other = random_model(1), random_model(1)
+    with torch.no_grad():
+        other.gift[-1].bias.add_(1.0)  # whoever is elsewhere, and there, now gives one more
+        reward = [model.hard_step(batch["cell"], batch["ground"], batch["actions"], 4, 4)[2] for model in (net, other)]
+    difference, cell = (reward[1] - reward[0]) / net.reward_scale, batch["cell"]
+    elsewhere = ((cell[:, 1:] != cell[:, :1]) & (cell[:, 1:] < 16) & (cell[:, :1] < 16)).sum(1)
+    assert (difference - elsewhere).abs().max() < 1e-4 and elsewhere.max() > 1 and elsewhere.min() == 0
+
+
 @pytest.mark.parametrize("text", ["4x4", "6x5b2p3", "5x5p6s2"])
 def test_views_are_those_of_the_game(text):
     game = script.BatchedStagHunt(200, seed=3, **board(text))
@@ -186,7 +197,7 @@ def test_the_tables_are_the_networks(text):
         scores, shares, here, reach, present, _ = net.look(batch["cell"], batch["ground"], batch["actions"],
                                                            batch["height"], batch["width"])
         best = scores.argmax(-1)
-        reward = script.settle(net.add_shares(shares, present), net.rewards)
+        reward = script.settle(net.add_shares(shares, present, batch["cell"][:, 1:] != batch["cell"][:, :1]), net.rewards)
     place = torch.cat([reach, torch.full_like(reach[..., :1], tables.cells)], -1).gather(2, best[..., None])[..., 0]
     place = torch.where(present > 0, place, tables.cells)
     cell, ground, table_reward, terminated, over = tables.step(batch["cell"], batch["ground"], *rest)
