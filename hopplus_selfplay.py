@@ -42,6 +42,7 @@ import re
 import signal
 import sys
 import time
+import zlib
 from collections import deque
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -118,7 +119,7 @@ class Args(RunArgs, GameArgs):
     (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 100_000
+    total_timesteps: int = 120_000
     """real environment steps of the run; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
@@ -145,25 +146,28 @@ class Args(RunArgs, GameArgs):
     """simulations of a decision, all its trees together"""
     trees: int = 2
     """trees of a decision, each with a draw of the others' goals from the belief"""
-    beta: float = 2.0
-    """the search plays softmax(log-policy + beta * Q), Q in the units of the game"""
+    beta: float = 6.0
+    """the search plays softmax(log-policy + beta * Q), Q divided by what is expected and --prize-floor on top (or, if that
+    is None, in the units of the game)"""
     widening: float = 1.5
     """an action tried n times has at most widening * sqrt(n) outcomes"""
     imagined_ratio: float = 8.0
     """imagined steps for each real one, for every player; 0 for none"""
     strangers: float = 0.5
     """share of the imagined games that start from games of the warm-up, with its players, not from real ones"""
+    fresh: float = 0.5
+    """share of the imagined games that start with an episode, further to those that start anywhere in one"""
     buffer: Literal["transitions", "episodes"] = "transitions"
-    """the models of others learn from the steps just played, or also from those kept in a buffer"""
-    buffer_size: int | None = None
-    """steps that the buffer holds (default with --buffer episodes: 5000)"""
+    """the models of others learn from single steps of a buffer; with episodes the inference does, too, from whole stretches"""
+    buffer_size: int = 32_768
+    """real steps that the buffer holds, the last ones"""
     vae_checkpoint: str | None = None
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
     world_model_checkpoint: str | None = None
     """run folder or checkpoint of train_world_model.py, in place of that part of the warm-up"""
-    warmup_games: int = 128
-    """meetings of rule-based players played side by side for the warm-up, four times --final-time steps each"""
-    warmup_epochs: int = 4
+    warmup_games: int = 256
+    """meetings of rule-based players played side by side for the warm-up, each of four episodes or more"""
+    warmup_epochs: int = 8
     """times that the warm-up of goals and models of others goes through them"""
     warmup_updates: int = 400
     """gradient steps of the world model in the warm-up"""
@@ -178,11 +182,13 @@ class Args(RunArgs, GameArgs):
     learning_rate: float = 2.5e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 2e-3
-    """step size of Adam for the models of others and the inference of goals"""
+    """step size of Adam for the models of others and the inference of goals; it falls to a tenth over the run"""
     moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
-    moa_passes: int = 4
-    """further times, in smaller pieces and without the inference"""
+    moa_minibatches: int = 16
+    """further steps of the models alone for each update, on minibatches from the buffer"""
+    moa_minibatch_size: int = 512
+    """samples of such a minibatch, for each model"""
     inference_weight: float = 0.05
     """weight of the goal inference's own loss beside that of the predicted actions"""
     gamma: float = 0.99
@@ -191,8 +197,11 @@ class Args(RunArgs, GameArgs):
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 4
     """pieces into which the imagined steps of an update are cut"""
-    update_epochs: int = 2
+    update_epochs: int = 4
     """times that an update goes through its data"""
+    prize_floor: float | None = 0.5
+    """divide each advantage by what the player expects then and this on top: prizes count by how they compare, not by
+    their size; None leaves them as they are"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch, for each learner on its own"""
     clip_coef: float = 0.2
@@ -202,8 +211,9 @@ class Args(RunArgs, GameArgs):
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
     soft_coef: float = 0.05
-    """at the start, what a player earns on top for each nat of its policy's entropy, in every imagined step"""
-    soft_until: float = 0.5
+    """at the start, what a player earns on top for each nat of its policy's entropy, in every imagined step in
+    which others are there"""
+    soft_until: float = 0.4
     """share of the run over which soft_coef falls to 0"""
     vf_coef: float = 0.5
     """weight of the value loss"""
@@ -215,6 +225,8 @@ class Args(RunArgs, GameArgs):
     """gradients of a player longer than this are shortened to it"""
     target_kl: float | None = None
     """a player whose policy moved further than this in an update sits out the rest of it"""
+    compare_episodes: int = 200
+    """episodes played with search and as many without, after 1, 2, 4, 8, ... updates: what search is worth; 0 for none"""
     eval_episodes: int = 4_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
@@ -1778,8 +1790,16 @@ def improved_policy(log_probs, q, visits, value, beta):
     return (log_probs + beta * torch.where(visits > 0, q, mixed)).log_softmax(-1), torch.where(visits > 0, q, mixed)
 
 
+def sharpness(beta, floor, value, reward_scale):
+    """beta for scaled rewards, for each position: divided by what is expected there, so that a small prize is sought as
+    keenly in a poor game as a large one in a rich game."""
+    if floor is None:
+        return beta / reward_scale * torch.ones_like(value)[..., None]
+    return beta / (value.abs() + floor * reward_scale)[..., None]
+
+
 @torch.no_grad()
-def search(model, mind, state, simulations, beta, gamma, reward_scale, widening, generator, max_depth=64, outcomes=8):
+def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, widening, generator, max_depth=64, outcomes=8):
     """Monte-Carlo tree search in many trees at once: one row of [T] for each.
 
     Node k of every tree is made in simulation k, so the arrays are [node * T + tree]. An action of one's own leads to
@@ -1816,6 +1836,7 @@ def search(model, mind, state, simulations, beta, gamma, reward_scale, widening,
             values[rows] = torch.where(over, 0.0, value)
 
     put(0, state, log_probs, value, chances)
+    beta = sharpness(beta, floor, value, reward_scale)
     depth_reached = torch.zeros(trees, device=device)
     for number in range(1, simulations + 1):
         row, path = tree, []  # the row of the node each tree stands at
@@ -2045,16 +2066,17 @@ class Meeting:
         state = ego_first(self.game, self.seats, columns.repeat_interleave(trees, 1))
         told = self.told(mean.transpose(1, 2))
         mind = Mind(self.minds.agent, self.minds.moa, told, goals, args.goals == "none")
-        beta = args.beta / args.reward_scale
-        found = search(self.model, mind, state, max(args.simulations // trees, 1), beta, args.gamma, args.reward_scale,
-                       args.widening, generator, 1 if how == "one-step" else 64)
+        found = search(self.model, mind, state, max(args.simulations // trees, 1), args.beta, args.prize_floor, args.gamma,
+                       args.reward_scale, args.widening, generator, 1 if how == "one-step" else 64)
         # over the trees: visits added, values averaged by them, the policies averaged
         visits, q, policy, value, depth = (part.unflatten(0, (length, many, trees)) for part in found)
         total = visits.sum(2)
         q = (q * visits).sum(2) / total.clamp(min=1)
         policy = policy.exp().mean(2)
         mask = policy > 0
-        better, completed = improved_policy(policy.clamp(min=1e-9).log(), q, total, value.mean(2), beta)
+        value = value.mean(2)
+        beta = sharpness(args.beta, args.prize_floor, value, args.reward_scale)
+        better, completed = improved_policy(policy.clamp(min=1e-9).log(), q, total, value, beta)
         better = better.masked_fill(~mask, -1e8).log_softmax(-1)
         there = present.gather(1, columns)
         gain = ((better.exp() - policy) * completed).sum(-1) / args.reward_scale
@@ -2173,6 +2195,8 @@ def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, ge
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
     advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
                                       args.gae_lambda, trace)
+    if args.prize_floor is not None:  # in a poor game a small prize counts as much as a large one in a rich game
+        advantages = advantages / (data["values"][:-1].abs() + args.prize_floor * args.reward_scale)
     data = {**data, "values": data["values"][:-1], "advantages": advantages, "returns": returns,
             "trace": torch.ones_like(advantages) if trace is None else trace,
             "weight": data["present"].to(advantages.dtype)}
@@ -2286,6 +2310,9 @@ def cut_steps(data, begin, end, envs=slice(None)):
     return cut
 
 
+WARMUP_RATE = 4e-3  # step size of Adam at the start of both parts of the warm-up
+
+
 def warm_up_goals(args, num_inputs, record):
     """Learns goals, their inference and a model of others from the meetings of the record. -> Goals (L = 1)"""
     flags = SimpleNamespace(**vars(args) | {"num_players": len(args.players)})
@@ -2294,13 +2321,13 @@ def warm_up_goals(args, num_inputs, record):
         path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
         return load_goals(path, f"--vae-checkpoint {args.vae_checkpoint}", flags, num_inputs).to(args.device)
     goals = Goals(flags, num_inputs).to(args.device)
-    optimizer = torch.optim.Adam(goals.parameters(), lr=args.moa_learning_rate, eps=1e-5, fused=True)
+    optimizer = torch.optim.Adam(goals.parameters(), lr=WARMUP_RATE, eps=1e-5, fused=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     steps, envs = record["over"].shape
     pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(envs, generator=generator).split(16)]
     for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
         for group in optimizer.param_groups:
-            group["lr"] = args.moa_learning_rate * (1 - done / len(pieces))
+            group["lr"] = WARMUP_RATE * (1 - done / len(pieces))
         carry = None
         for begin in range(0, steps, args.final_time):
             data = cut_steps(record, begin, begin + args.final_time, piece)
@@ -2375,11 +2402,11 @@ def warm_up_world(args, game):
     data = collect(board | {"num_players": len(args.players)}, 150 * args.warmup_updates, args.seed, args.device)
     torch.manual_seed(args.seed)
     model = WorldModel(args.hidden_size, common_rewards([data]), seen_kinds([data])).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=4e-3, fused=True)
+    optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_RATE, fused=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     for number in tqdm(range(args.warmup_updates), desc="warming up: world model", leave=False, dynamic_ncols=True):
         for group in optimizer.param_groups:
-            group["lr"] = 4e-3 * 0.5 * (1 + math.cos(math.pi * number / args.warmup_updates))
+            group["lr"] = WARMUP_RATE * 0.5 * (1 + math.cos(math.pi * number / args.warmup_updates))
         rows = torch.randint(rows_of(data), (1024,), generator=generator, device=args.device)
         terms = model.loss_terms(pick_rows(data, rows))
         loss = terms["planes"].sum() + 10 * terms["reward"] + terms["end"]
@@ -2430,12 +2457,15 @@ class Imagination:
 
     def begin(self, sources):
         """Draws states, what is believed of the goals there, and hypotheses, from [(data, share of the games), ...]."""
-        meeting, length = self.meeting, len(self.meeting.hop_seats)
+        meeting, args, length = self.meeting, self.meeting.args, len(self.meeting.hop_seats)
         states, told, goals, each = [], [], [], torch.arange(length, device=self.meeting.device)[:, None]
         for data, _ in sources:
-            present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1)  # [L, T * B]
-            picked = torch.multinomial(present.float() + 1e-9, self.num, replacement=True, generator=self.generator)
             flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
+            present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
+            first = present * (flat["clock"] == 0)
+            share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
+            chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9)
+            picked = torch.multinomial(chance + 1e-9, self.num, replacement=True, generator=self.generator)
             turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
                       for name in ("cell", "previous")}
             column = picked.flatten()
@@ -2464,9 +2494,10 @@ class Imagination:
             log_probs, value, chances = mind.think(x)
             action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
             out["x"].append(torch.cat([mind.told, x[0].float().unflatten(0, shape)], -1))
+            accompanied = (self.state["cell"][1:] < meeting.game.cells).any(0)  # alone, nothing is left to be tried out together
             self.state, reward, over = meeting.model.step(self.state, torch.cat([action[None], moves.T]))
             for key, part in (("actions", action), ("logprobs", log_probs.gather(-1, action[:, None])[:, 0]),
-                              ("entropy", -(log_probs.exp() * log_probs).sum(-1)), ("values", value),
+                              ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
             state, told, goals = self.begin(sources)
@@ -2510,14 +2541,10 @@ def goals_in_hindsight(meeting, data):
     worth = data["rewards"][:, meeting.seats] * args.reward_scale + args.gamma * goes_on * data["values"][1:]
     worth = worth.transpose(0, 1)[:, None].expand(-1, others, -1, -1).flatten(0, 1)  # [P, T, B]
     worth = worth if args.selector == "max" else -worth
-    where = torch.empty(worth.shape, dtype=torch.int64, device=worth.device)
-    for t in range(steps):
-        best, at, open_ = worth[:, t], torch.full_like(where[:, t], t), ~stops[:, t]
-        for ahead in range(t + 1, min(t + args.horizon, steps)):
-            better = open_ & (worth[:, ahead] > best)
-            best, at = torch.where(better, worth[:, ahead], best), torch.where(better, ahead, at)
-            open_ = open_ & ~stops[:, ahead]
-        where[:, t] = at
+    last = last_steps(stops, args.horizon) // envs
+    step = torch.arange(steps, device=worth.device)
+    within = (step[:, None, None] <= step[:, None]) & (step[:, None] <= last[:, :, None])  # [P, T, T, B]
+    where = worth[:, None].masked_fill(~within, -math.inf).argmax(2)
     index = where[..., None].expand(-1, -1, -1, mean.shape[-1])
     return mean.gather(1, index), logvar.gather(1, index)
 
@@ -2535,19 +2562,37 @@ def later_catch(data, pairs):
 def infer_goals(inference, x, carry, action, over):
     """The inference over steps in order, features [P, T, B, F] and the actions taken there [P, T, B].
 
+    What `inference.step` does, step by step: only the memory waits for the step before, all else is done for all at once.
     -> mean and log-variance of the goals [P, T, B, G], the log-probability of the actions by the weighted hypotheses
     [P, T, B], the next carry
     """
-    means, logvars, likely = [], [], []
-    for t in range(x.shape[1]):
-        carry, mean, logvar = inference.step(carry, x[:, t])
-        means.append(mean)
-        logvars.append(logvar)
-        weights, table = carry[..., :inference.hypotheses], carry[..., inference.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
-        taken = table.gather(2, action[:, t, :, None, None].expand(-1, -1, 1, inference.hypotheses))[:, :, 0]
-        likely.append((weights.log_softmax(-1) + taken).logsumexp(-1))
-        carry = next_episode(carry, over[t], inference.hypotheses)
-    return torch.stack(means, 1), torch.stack(logvars, 1), torch.stack(likely, 1), carry
+    steps, kinds = x.shape[1], inference.hypotheses
+    hidden, table = (part.unflatten(1, x.shape[1:3]) for part in inference.look(x.flatten(1, 2)))
+    taken = table.gather(3, action[..., None, None].expand(-1, -1, -1, 1, kinds))[:, :, :, 0]  # [P, T, B, K]
+    h, before = carry[..., :kinds], carry[..., kinds:].unflatten(-1, (NUM_ACTIONS, kinds))
+    seen = before.gather(2, inference.played(x[:, 0])[..., None, None].expand(-1, -1, 1, kinds))[:, :, 0]
+    keep, memory = torch.sigmoid(inference.keep), []
+    for t in range(steps):
+        h = keep * h + seen
+        memory.append(h)
+        seen = taken[:, t] * ~over[t, :, None]  # the first view of an episode tells of no action
+    memory = torch.stack(memory, 1)
+    mean, logvar = inference.read(memory.flatten(1, 2), hidden.flatten(1, 2))
+    likely = (memory.log_softmax(-1) + taken).logsumexp(-1)
+    carry = next_episode(torch.cat([h, table[:, -1].flatten(2)], -1), over[-1], kinds)
+    return mean.unflatten(1, x.shape[1:3]), logvar.unflatten(1, x.shape[1:3]), likely, carry
+
+
+@torch.no_grad()
+def belief_accuracy(mean, logvar, goal, weight, prey):
+    """How often a belief [P, T, B, G] holds the goal in hindsight likelier than that of another game: [P]; half of the
+    time if it knew nothing. With --goals prey, how often it names the prey."""
+    if prey:
+        right, weight = (mean[..., 0] > 0.5) == (goal[..., 0] > 0.5), weight * (goal[..., 0] != 0.5).flatten(1)
+    else:
+        distance = lambda point: ((point - mean).square() * (-logvar).exp()).sum(-1)
+        right = distance(goal) < distance(goal.roll(1, 2))
+    return masked_mean(right.flatten(1).float(), weight)
 
 
 def learn_others(meeting, chunks, optimizer, generator):
@@ -2573,7 +2618,7 @@ def learn_others(meeting, chunks, optimizer, generator):
             if args.goals == "latent":
                 mean, logvar, likely, data["carry_after"] = infer_goals(minds.inference, x, data["carry"], action, data["over"])
                 losses["hypotheses_loss"] = -masked_mean(likely.flatten(1), weight)
-                goals = (hindsight, mean + (0.5 * logvar).exp() * noise[1], mean)
+                goals = (hindsight, mean, mean + (0.5 * logvar).exp() * noise[1])
                 losses["inference_loss"] = masked_mean(gaussian_kl(goal, goal_logvar, mean, logvar).flatten(1), weight)
                 shape = (len(meeting.hop_seats), -1)
                 data["mean"], data["logvar"] = (part.detach().transpose(0, 1).unflatten(1, shape) for part in (mean, logvar))
@@ -2589,37 +2634,103 @@ def learn_others(meeting, chunks, optimizer, generator):
             if args.goals == "latent":
                 clip_gradients(minds.inference, args.max_grad_norm)
             optimizer.step()
-            data["goals"] = [part.detach().flatten(1, 2) for part in goals]
+            data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
+                               "weight": weight.bool(), "goal": goals[-1].detach().flatten(1, 2).half()}
             totals.append({key: value.detach() for key, value in losses.items()})
-    for _ in range(args.moa_passes):  # the models alone, in smaller pieces: predicting is quicker learned than inferring
-        for data, x, action, weight, _, _ in prepared:
-            for rows in torch.randperm(weight.shape[1], generator=generator, device=weight.device).chunk(4):
-                loss = action_loss(minds.moa, x.flatten(1, 2)[:, rows], [part[:, rows] for part in data["goals"]],
-                                   action.flatten(1)[:, rows], weight[:, rows])
-                optimizer.zero_grad()
-                loss.sum().backward()
-                clip_gradients(minds.moa, args.max_grad_norm)
-                optimizer.step()
-    return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
+    losses = {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
+    if args.goals in ("latent", "prey"):
+        data, _, _, weight, goal, _ = prepared[0]
+        belief = [data[key].permute(1, 2, 0, 3, 4).flatten(0, 1) for key in ("mean", "logvar")]
+        losses["belief_accuracy"] = belief_accuracy(*belief, goal, weight, args.goals == "prey")
+    return losses
+
+
+class Recent:
+    """The steps played last, for the models of others: single ones are drawn from many games, so that minibatches are mixed."""
+
+    def __init__(self, capacity, pairs):
+        self.capacity, self.pairs = capacity, pairs
+        self.columns, self.added = None, 0
+
+    def add(self, columns):
+        """Takes in steps, x and action of each seat [N, M, ..], weight and goal of each pair [P, M, ..], for the oldest."""
+        weight = columns["weight"]
+        if self.columns is None:
+            self.columns = {key: value.new_zeros(len(value), self.capacity, *value.shape[2:]) for key, value in columns.items()}
+        at = (self.added + torch.arange(weight.shape[1], device=weight.device)) % self.capacity
+        for key, value in columns.items():
+            self.columns[key][:, at] = value
+        self.added += weight.shape[1]
+
+    def draw(self, count, generator):
+        """`count` steps at which the other was there, for each pair, in a random order: rows [P, count], absent ones last."""
+        weight = self.columns["weight"]
+        return (torch.rand(weight.shape, generator=generator, device=weight.device) - weight.float()).argsort(1)[:, :count]
+
+    def pick(self, rows):
+        """-> x [P, M, F], goal [P, M, G], action [P, M], weight [P, M]"""
+        pair = torch.arange(len(self.pairs), device=rows.device)[:, None]
+        seat = self.pairs[:, None]
+        return (self.columns["x"][seat, rows].float(), self.columns["goal"][pair, rows].float(),
+                self.columns["action"][seat, rows], self.columns["weight"][pair, rows].float())
+
+    def get_state(self):
+        """For a checkpoint; what was seen is mostly zeros and is kept compressed."""
+        if self.columns is None:
+            return None
+        x = self.columns["x"]
+        packed = torch.frombuffer(bytearray(zlib.compress(x.cpu().numpy().tobytes(), 1)), dtype=torch.uint8)
+        return {**self.columns, "x": packed}, x.shape, self.added
+
+    def set_state(self, state):
+        if state is not None:
+            columns, shape, self.added = state
+            x = torch.frombuffer(bytearray(zlib.decompress(columns["x"].cpu().numpy().tobytes())), dtype=torch.uint8)
+            self.columns = {**columns, "x": x.view(shape).to(self.pairs.device)}
+
+
+def polish_models(meeting, memories, optimizer, generator):
+    """Trains the models of others alone on steps of the buffers, as many from each: predicting takes more data than the
+    last few steps hold."""
+    args, moa = meeting.args, meeting.minds.moa
+    size = args.moa_minibatch_size // len(memories)
+    drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1) for memory in memories]
+    for rows in zip(*drawn):
+        x, goal, action, weight = (torch.cat(parts, 1) for parts in zip(*(
+            memory.pick(picked) for memory, picked in zip(memories, rows))))
+        loss = action_loss(moa, x, (goal,), action, weight)
+        optimizer.zero_grad()
+        loss.sum().backward()
+        clip_gradients(moa, args.max_grad_norm)
+        optimizer.step()
 
 
 class Rehearsal:
     """The record of the warm-up, chunk after chunk, with the memory that the inference would have there."""
 
+    GAMES = 128  # meetings at a time
+
     def __init__(self, record, meeting, num_steps):
         self.record, self.meeting, self.num_steps = record, meeting, num_steps
-        self.step, self.carry = 0, None
+        self.step, self.first, self.carry = 0, 0, None
 
     def next(self):
         """The next chunk, as learn_others takes it."""
-        if self.step + self.num_steps > len(self.record["over"]):
+        steps, envs = self.record["over"].shape
+        if self.step + self.num_steps > steps:  # on to other meetings
             self.step, self.carry = 0, None
-        envs = self.record["over"].shape[1]
+            self.first = self.first + self.GAMES if self.first + self.GAMES < envs else 0
+        chunk = cut_steps(self.record, self.step, self.step + self.num_steps, slice(self.first, self.first + self.GAMES))
         if self.carry is None:
-            self.carry = self.meeting.minds.inference.start(envs).detach()
-        chunk = cut_steps(self.record, self.step, self.step + self.num_steps)
+            self.carry = self.meeting.minds.inference.start(chunk["over"].shape[1]).detach()
         self.step += self.num_steps
         return chunk | {"carry": self.carry}
+
+    def get_state(self):
+        return self.step, self.first, self.carry
+
+    def set_state(self, state):
+        self.step, self.first, self.carry = state
 
     def done(self, chunk):
         """Takes over the memory at the end of the chunk."""
@@ -2867,13 +2978,14 @@ def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name in ("total_timesteps", "num_envs", "num_steps", "hidden_size", "vae_size", "goal_dim", "num_minibatches",
                  "update_epochs", "simulations", "trees", "horizon", "warmup_games", "warmup_epochs", "warmup_updates",
-                 "moa_epochs", "moa_decisions", "episodes", "repeats"):
+                 "moa_epochs", "moa_minibatches", "moa_minibatch_size", "moa_decisions", "episodes", "repeats"):
         if getattr(args, name) < 1:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf), ("beta", 0, math.inf),
                             ("moa_learning_rate", 0, math.inf), ("ent_coef", 0, math.inf), ("soft_coef", 0, math.inf),
-                            ("soft_until", 0, 1), ("imagined_ratio", 0, math.inf), ("strangers", 0, 1),
-                            ("eval_episodes", 0, math.inf), ("eval_policy_episodes", 0, math.inf), ("widening", 1, math.inf)):
+                            ("soft_until", 0, 1), ("imagined_ratio", 0, math.inf), ("strangers", 0, 1), ("fresh", 0, 1),
+                            ("eval_episodes", 0, math.inf), ("eval_policy_episodes", 0, math.inf),
+                            ("compare_episodes", 0, math.inf), ("widening", 1, math.inf)):
         if not low <= getattr(args, name) <= high:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must lie between {low} and {high}")
     if "hop" not in args.players:
@@ -2884,9 +2996,7 @@ def check_flags(args):
         raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
     if args.simulations % args.trees:
         raise Refused(f"--simulations {args.simulations} must be divisible by --trees {args.trees}")
-    if args.buffer == "transitions" and args.buffer_size is not None:
-        raise Refused(f"--buffer-size {args.buffer_size} means nothing with --buffer transitions")
-    if args.buffer == "episodes" and (args.buffer_size or 5000) < args.num_envs * args.num_steps:
+    if args.buffer_size < args.num_envs * args.num_steps:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between two "
                       f"updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
     if args.search_model == "rules" and args.world_model_checkpoint:
@@ -3050,7 +3160,7 @@ def build_players(args):
     num_inputs = features(meeting.observation).shape[-1]
     record = None
     if args.goals in ("latent", "prey"):
-        record = record_meetings(args, args.warmup_games, 4 * args.final_time)
+        record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
     if args.goals == "latent":
         meeting.minds.take_over(warm_up_goals(args, num_inputs, record))
     if args.search_model == "learned":
@@ -3219,11 +3329,12 @@ def train(args):
     imagined = round(args.imagined_ratio * args.num_envs)
     imagination = Imagination(meeting, imagined, generator) if imagined else None
     rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse and args.goals == "latent" else None
-    kept = deque(maxlen=(args.buffer_size or 5000) // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
+    kept = deque(maxlen=args.buffer_size // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
+    memories = [Recent(args.buffer_size, meeting.pairs) for _ in range(1 if rehearsal is None else 2)]
     hop_names = [meeting.names[seat] for seat in meeting.hop_seats]
     others = len(args.players) - 1
     timesteps, seconds_before, best, worst_fall = 0, 0.0, 0.0, 0.0
-    simulated = imagined_steps = 0
+    simulated, imagined_steps, curve, comparisons = 0, 0, [], []
     if checkpoint:
         minds.load_state_dict(checkpoint["minds"])
         optimizer.load_state_dict(checkpoint["optimizer"])
@@ -3233,12 +3344,15 @@ def train(args):
         returns.running, returns.last = checkpoint["returns"]
         timesteps, seconds_before = checkpoint["timesteps"], checkpoint["seconds"]
         best, worst_fall, simulated, imagined_steps = checkpoint["counts"]
+        curve, comparisons = checkpoint["curves"]
         thresholds.reached.update(checkpoint["thresholds"])
         kept.extend(checkpoint["kept"])
+        for memory, state in zip(memories, checkpoint["memories"]):
+            memory.set_state(state)
         if imagination:
             imagination.state, imagination.told, imagination.goals = checkpoint["imagination"]
         if rehearsal:
-            rehearsal.step, rehearsal.carry = checkpoint["rehearsal"]
+            rehearsal.set_state(checkpoint["rehearsal"])
 
     def seconds():
         return seconds_before + time.perf_counter() - START
@@ -3249,9 +3363,11 @@ def train(args):
             "optimizer": optimizer.state_dict(), "others_optimizer": others_optimizer.state_dict(),
             "meeting": meeting.get_state(), "generator": generator.get_state(), "returns": (returns.running, returns.last),
             "timesteps": timesteps, "seconds": seconds(), "counts": (best, worst_fall, simulated, imagined_steps),
+            "curves": (curve, comparisons),
             "thresholds": thresholds.reached, "kept": list(kept),
+            "memories": [memory.get_state() for memory in memories],
             "imagination": (imagination.state, imagination.told, imagination.goals) if imagination else None,
-            "rehearsal": (rehearsal.step, rehearsal.carry) if rehearsal else None,
+            "rehearsal": rehearsal.get_state() if rehearsal else None,
             "world_model": meeting.model.weights if args.search_model == "learned" else None,
             "world_model_config": meeting.model.config if args.search_model == "learned" else None})
 
@@ -3262,7 +3378,7 @@ def train(args):
     writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
     os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
     saved = pictured = begun = time.perf_counter()
-    begun_at, curve, spent = timesteps, [], {}
+    begun_at, spent, losses = timesteps, {}, {}
     bar = tqdm(total=args.total_timesteps, initial=timesteps, unit=" steps", unit_scale=True, dynamic_ncols=True,
                mininterval=0.5, desc="training")
 
@@ -3276,6 +3392,8 @@ def train(args):
             left = 1 - timesteps / args.total_timesteps  # the share of the run that is still to come
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * left
+            for group in others_optimizer.param_groups:
+                group["lr"] = args.moa_learning_rate * max(left, 0.1)
             ent_coef = args.ent_coef * left
             soft_coef = args.soft_coef * max(0.0, 1 - (1 - left) / args.soft_until) if args.soft_until else 0.0
 
@@ -3301,6 +3419,9 @@ def train(args):
             losses = {}
             if args.goals != "none":
                 losses = learn_others(meeting, chunks, others_optimizer, generator)
+                for memory, chunk in zip(memories, (chunks[0], chunks[-1])):
+                    memory.add(chunk["samples"])
+                polish_models(meeting, memories, others_optimizer, generator)
             if rehearsal is not None:
                 rehearsal.done(chunks[-1])
             part_begun = clocked("others", part_begun)
@@ -3323,9 +3444,9 @@ def train(args):
             part_begun = clocked("learning", part_begun)
 
             thresholds.check(returns.last, meeting.hop_seats, seconds(), timesteps)
-            mean = returns.last[:, meeting.hop_seats].mean().item() if len(returns.last) == 500 else 0.0
-            best = max(best, mean)
-            if left < 0.25 and best:
+            mean = returns.last[:, meeting.hop_seats].mean().item() if len(returns.last) == 500 else None
+            best = max(best, mean or 0.0)
+            if left < 0.25 and mean is not None and best > 0:
                 worst_fall = max(worst_fall, 1 - mean / best)
             for seat, name in enumerate(meeting.names):
                 if len(returns.last):
@@ -3359,6 +3480,14 @@ def train(args):
             if len(returns.last):
                 bar.set_postfix_str("return " + " ".join(f"{value:.2f}" for value in returns.last.mean(0).tolist()), refresh=False)
 
+            updates = timesteps // (args.num_steps * args.num_envs)
+            if args.compare_episodes and args.search != "none" and updates & (updates - 1) == 0:  # after 1, 2, 4, 8, ... of them
+                comparisons.append({"timesteps": timesteps})
+                for mode, how in (("searched", args.search), ("policy", "none")):
+                    played = evaluate_hops(args, meeting, args.compare_episodes, how, args.seed + 3_000_000)
+                    comparisons[-1][mode] = played[:, meeting.hop_seats].mean().item()
+                    writer.add_scalar(f"evaluation/curve_{mode}", comparisons[-1][mode], timesteps)
+
             last = timesteps >= args.total_timesteps or interrupt.wanted
             if last or time.perf_counter() - pictured > args.picture_every:
                 pictured = time.perf_counter()
@@ -3377,7 +3506,8 @@ def train(args):
     results = {"timesteps": timesteps, "seconds": round(trained_seconds, 2),
                "sps": round((timesteps - begun_at) / max(time.perf_counter() - begun, 1e-9)), "evaluation": {},
                "thresholds": thresholds.reached, "warmup_seconds": round(warm_seconds, 2), "simulations": simulated,
-               "imagined_steps": imagined_steps, "largest_fall_in_last_quarter": worst_fall, "curve": curve}
+               "imagined_steps": imagined_steps, "largest_fall_in_last_quarter": worst_fall, "curve": curve,
+               "search_curve": comparisons}
     rows = [["evaluation", *meeting.names, "HOP+ mean", "episodes"]]
     modes = [("searched", args.eval_episodes, args.search)] if args.search != "none" else []
     for mode, episodes, how in modes + [("policy", args.eval_policy_episodes, "none")]:
@@ -3407,10 +3537,36 @@ def train(args):
     rows += [[kind, *(f"{moa[key]:.3f}" for key in ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy",
                                                   "cross_entropy_floor"))] for kind, moa in results["moa"].items()]
     print_table("models of others, on fresh games", rows)
+    results["belief_accuracy"] = losses["belief_accuracy"].mean().item() if "belief_accuracy" in losses else None
+    draw_curves(results, os.path.join(folder, "pictures", "learning.png"))
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{timesteps} real steps ({imagined_steps} imagined, {simulated} simulations) in {trained_seconds:.0f} s, of which "
           f"{warm_seconds:.0f} s to warm up. Everything is in {folder}")
     return 0
+
+
+def draw_curves(results, path):
+    """The return as learning goes on, and what search adds to the policy on the way: a picture."""
+    import matplotlib  # here, for only the picture needs it
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    points = [point for point in results["curve"] if point["return"] is not None]
+    axes.plot([point["timesteps"] for point in points], [point["return"] for point in points], color="#8a8f98",
+              label="as it learns (last 500 episodes)")
+    for mode, colour in (("searched", "#c8553d"), ("policy", "#28666e")):
+        points = [(point["timesteps"], point[mode]) for point in results["search_curve"]]
+        if mode in results["evaluation"]:
+            points.append((results["timesteps"], results["evaluation"][mode]["mean"]))
+        if points:
+            axes.plot(*zip(*points), marker="o", color=colour, label={"searched": "policy with search", "policy": "policy alone"}[mode])
+    axes.set(xscale="log", xlabel="real environment steps", ylabel="mean return of the HOP+ players")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
 
 
 @torch.no_grad()

@@ -122,6 +122,9 @@ class Args(RunArgs, GameArgs):
     """pieces into which the data of an update is cut"""
     update_epochs: int = 2
     """times that an update goes through its data"""
+    prize_floor: float | None = None
+    """divide each advantage by what the player expects then and this on top: prizes count by how they compare, not by
+    their size; None leaves them as they are"""
     norm_adv: bool = True
     """normalise the advantages of each minibatch, for each learner on its own"""
     clip_coef: float = 0.2
@@ -1007,6 +1010,8 @@ def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, ge
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
     advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
                                       args.gae_lambda, trace)
+    if args.prize_floor is not None:  # in a poor game a small prize counts as much as a large one in a rich game
+        advantages = advantages / (data["values"][:-1].abs() + args.prize_floor * args.reward_scale)
     data = {**data, "values": data["values"][:-1], "advantages": advantages, "returns": returns,
             "trace": torch.ones_like(advantages) if trace is None else trace,
             "weight": data["present"].to(advantages.dtype)}

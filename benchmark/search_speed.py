@@ -34,7 +34,7 @@ class Args:
     """how long the plain search runs"""
 
 
-def plain_search(model, mind, state, simulations, beta, gamma, scale):
+def plain_search(model, mind, state, simulations, beta, floor, gamma, scale):
     """One tree, a Python object for each node and batch 1 for each network: what one writes first."""
     def node(state, reward, over):
         log_probs, value, chances = mind.think(model.see(state))
@@ -42,6 +42,7 @@ def plain_search(model, mind, state, simulations, beta, gamma, scale):
                 "chances": chances[0], "visits": [0] * 7, "totals": [0.0] * 7, "children": {}}
 
     root = node(state, 0.0, False)
+    beta = beta / (abs(root["value"]) + floor * scale)
     for _ in range(simulations):
         here, path = root, []
         while True:
@@ -121,13 +122,12 @@ def main(args):
     many = flags.num_envs
     told, goals = torch.randn(4, many, 3 * flags.goal_dim), torch.randn(4, many, 3, flags.goal_dim)
     agent, moa = meeting.minds.agent, meeting.minds.moa
-    beta = flags.beta / flags.reward_scale
     learned = script.LearnedModel(meeting.model.scratch, script.warm_up_world(flags, meeting.game))
     with torch.no_grad():
         rows = {}
         for name, model in (("batched, rules", meeting.model), ("batched, world model", learned)):
-            work = lambda: script.search(model, script.Mind(agent, moa, told, goals), state, args.simulations, beta, 0.99, 0.2,
-                                         flags.widening, generator)
+            work = lambda: script.search(model, script.Mind(agent, moa, told, goals), state, args.simulations, flags.beta,
+                                         flags.prize_floor, 0.99, 0.2, flags.widening, generator)
             rows[name] = measure(work, 4 * many * args.simulations, args.repeats)
         rows["mctx, the same four networks, no board"] = mctx_speed(args, flags.hidden_size, agent.w1.shape[1])
 
@@ -136,7 +136,7 @@ def main(args):
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < args.plain_seconds:
             mind = script.Mind(single.minds.agent, single.minds.moa, told[:1, :1], goals[:1, :1])
-            plain_search(single.model, mind, one, args.simulations, beta, 0.99, 0.2)
+            plain_search(single.model, mind, one, args.simulations, flags.beta, flags.prize_floor, 0.99, 0.2)
             done += args.simulations
         rows["plain Python, rules"] = [done / (time.perf_counter() - begun)]
     plain = rows["plain Python, rules"][0]

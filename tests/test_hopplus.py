@@ -14,7 +14,7 @@ import hopplus_selfplay as script
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_size=16, warmup_games=8, warmup_epochs=1,
-             warmup_updates=20, eval_episodes=8, eval_policy_episodes=8, simulations=4, imagined_ratio=2.0, save_every=1e9,
+             warmup_updates=20, compare_episodes=4, eval_episodes=8, eval_policy_episodes=8, simulations=4, imagined_ratio=2.0, save_every=1e9,
              picture_every=1e9, search_model="rules", moa_decisions=30)
 
 
@@ -43,10 +43,11 @@ def sharpen(minds):
 class SlowSearch:
     """The same search in one tree, a node at a time, as one would write it down."""
 
-    def __init__(self, model, mind, state, beta, gamma, scale, widening, draws, outcomes=8):
-        self.model, self.mind, self.beta, self.gamma, self.scale = model, mind, beta, gamma, scale
+    def __init__(self, model, mind, state, beta, floor, gamma, scale, widening, draws, outcomes=8):
+        self.model, self.mind, self.gamma, self.scale = model, mind, gamma, scale
         self.widening, self.draws, self.outcomes = widening, draws, outcomes
         self.root = self.node(state, 0.0, False)
+        self.beta = beta / scale if floor is None else beta / (abs(self.root["value"]) + floor * scale)
 
     def node(self, state, reward, over):
         log_probs, value, chances = self.mind.think(self.model.see(state))
@@ -108,7 +109,8 @@ class SlowSearch:
             child["count"] += 1
 
 
-def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path):
+@pytest.mark.parametrize("floor", [None, 0.5])
+def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path, floor):
     args = flags(tmp_path, players=("hop", "ns", "ns"), stags=1, hares=2, height=3, width=3, final_time=6)
     torch.manual_seed(0)
     meeting = script.Meeting(args, 12, 3)
@@ -125,7 +127,7 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path):
         return step(*arguments)
 
     monkeypatch.setattr(model, "step", step_and_cut)
-    visits, q, *_ = script.search(model, script.Mind(agent, moa, told, goals), state, 60, 12.0, 0.97, 0.2, 1.0,
+    visits, q, *_ = script.search(model, script.Mind(agent, moa, told, goals), state, 60, 2.4, floor, 0.97, 0.2, 1.0,
                                   torch.Generator().manual_seed(5))
     monkeypatch.undo()
     assert len(per_simulation) == 60 and max(len(draws) for draws in per_simulation) >= 6  # three levels deep and more
@@ -135,7 +137,7 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path):
                       for moves, again in zip(draws[::2], draws[1::2])] for draws in per_simulation]
             one = {name: part[..., tree:tree + 1] for name, part in state.items()}
             mind = script.Mind(agent, moa, told[:, tree:tree + 1], goals[:, tree:tree + 1])
-            slow = SlowSearch(model, mind, one, 12.0, 0.97, 0.2, 1.0, draws)
+            slow = SlowSearch(model, mind, one, 2.4, floor, 0.97, 0.2, 1.0, draws)
             for number in range(1, 61):
                 slow.simulate(number)
             assert visits[tree].tolist() == slow.root["visits"], tree
@@ -190,7 +192,7 @@ def test_the_best_action_is_found_as_simulations_grow(tmp_path):
     told, goals = torch.zeros(1, 16, args.goal_dim), torch.zeros(1, 16, 1, args.goal_dim)
     mind = script.Mind(meeting.minds.agent, meeting.minds.moa, told, goals, uniform=True)
     for simulations in (4, 64, 1024):
-        visits, q, policy, *_ = script.search(meeting.model, mind, state, simulations, 5.0, 0.9, 1.0, 8.0,
+        visits, q, policy, *_ = script.search(meeting.model, mind, state, simulations, 5.0, None, 0.9, 1.0, 8.0,
                                               torch.Generator().manual_seed(1), outcomes=16)
         picked = torch.where(visits > 0, q, -math.inf).argmax(1, keepdim=True)
         share.append((exact.gather(1, picked)[:, 0] > best - 0.02).float().mean().item())
@@ -282,7 +284,7 @@ def test_a_belief_is_about_the_one_who_acted(tmp_path, goals):
 
 
 def test_absent_players_teach_nothing(tmp_path):
-    args = flags(tmp_path, moa_passes=1)
+    args = flags(tmp_path)
     losses = []
     for other in (False, True):
         torch.manual_seed(0)
@@ -298,6 +300,46 @@ def test_absent_players_teach_nothing(tmp_path):
         losses.append(script.learn_others(meeting, [chunk], optimizer, torch.Generator().manual_seed(4)))
     for key in losses[0]:
         assert torch.allclose(losses[0][key], losses[1][key], atol=1e-6), key
+
+
+def test_a_buffer_draws_what_was_added_last_and_the_absent_at_the_end():
+    pairs = torch.tensor([1, 2, 2])
+    memory = script.Recent(10, pairs)
+    for begin in range(0, 24, 4):  # 24 steps, of which the last 10 are kept
+        number = torch.arange(begin, begin + 4)
+        weight = (number % 3 != 0).expand(3, -1)
+        memory.add({"x": number.to(torch.uint8)[None, :, None].expand(3, -1, 5) + torch.tensor([0, 50, 100])[:, None, None].to(torch.uint8),
+                    "action": number.expand(3, -1), "weight": weight,
+                    "goal": number[None, :, None].expand(3, -1, 2).half() + torch.arange(3)[:, None, None]})
+    rows = memory.draw(10, torch.Generator().manual_seed(0))
+    x, goal, action, weight = memory.pick(rows)
+    for pair, seat in enumerate(pairs.tolist()):
+        assert sorted(action[pair].tolist()) == list(range(14, 24))
+        assert torch.equal(x[pair, :, 0], action[pair] + 50.0 * seat) and torch.equal(goal[pair, :, 0], action[pair] + float(pair))
+        assert torch.equal(weight[pair], (action[pair] % 3 != 0).float())
+        assert weight[pair].tolist() == [1.0] * 7 + [0.0] * 3
+    again = script.Recent(10, pairs)
+    again.set_state(memory.get_state())
+    assert again.added == memory.added and all(torch.equal(again.columns[key], memory.columns[key]) for key in memory.columns)
+
+
+def test_beliefs_that_know_are_told_from_those_that_do_not():
+    goal = torch.randn(2, 5, 40, 3, generator=torch.Generator().manual_seed(0))
+    weight = torch.ones(2, 200)
+    sure = script.belief_accuracy(goal + 0.01, torch.zeros_like(goal), goal, weight, False)
+    blind = script.belief_accuracy(torch.zeros_like(goal), torch.zeros_like(goal), goal, weight, False)
+    assert (sure > 0.99).all() and ((blind - 0.5).abs() < 0.15).all()
+    prey = torch.tensor([1.0, 0.0]).expand(1, 1, 4, 2)
+    mean = torch.tensor([[0.9, 0.1], [0.2, 0.8], [0.7, 0.3], [0.9, 0.1]])[None, None]
+    weight = torch.tensor([[1.0, 1.0, 1.0, 0.0]])
+    assert script.belief_accuracy(mean, mean, prey, weight, True).item() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("scale", [1.0, 10.0])
+def test_with_a_floor_of_0_the_size_of_the_prizes_means_nothing_to_the_search(scale):
+    value = torch.tensor([0.3, 0.02]) * scale
+    assert torch.allclose(script.sharpness(6.0, 0.0, value, 0.2)[:, 0] * value, torch.full((2,), 6.0))
+    assert torch.allclose(script.sharpness(6.0, None, value, 0.2), torch.tensor(30.0))
 
 
 # -------------------------------------------------------------------------------- runs from end to end
@@ -323,6 +365,12 @@ def test_a_short_run_leaves_its_results(tmp_path, changes):
     for moa in results["moa"].values():
         assert 0 < moa["top1"] <= moa["top1_ceiling"] + 1e-6 and moa["cross_entropy"] >= moa["cross_entropy_floor"] - 1e-6
     assert any(name.endswith(".gif") for name in os.listdir(folder / "pictures"))
+    assert (folder / "pictures" / "learning.png").stat().st_size > 5000
+    if args.search != "none":
+        updates = 256 // (args.num_envs * args.num_steps)
+        assert len(results["search_curve"]) == updates.bit_length()
+        assert all({"timesteps", "searched", "policy"} == set(point) for point in results["search_curve"])
+    assert (results["belief_accuracy"] is not None) == (args.goals in ("latent", "prey"))
 
 
 def test_a_stopped_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
@@ -360,7 +408,7 @@ def test_a_trained_player_meets_strangers_and_can_be_watched(tmp_path, capsys):
     ("--players ns ns ns ns", "nobody is a HOP+ player"),
     ("--players hop", "two players or more"),
     ("--simulations 5 --trees 2", "--simulations 5 must be divisible by --trees 2"),
-    ("--buffer-size 5000", "--buffer-size 5000 means nothing"),
+    ("--buffer-size 500", "--buffer-size 500 is less than the 1024"),
     ("--mode adapt --players hop ns ns ns", "--mode adapt needs"),
     ("--checkpoint runs/x", "--checkpoint runs/x is for"),
     ("--mode watch --checkpoint runs/none", "there is no file"),
@@ -372,7 +420,7 @@ def test_a_trained_player_meets_strangers_and_can_be_watched(tmp_path, capsys):
 ])
 def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words):
     command = [sys.executable, os.path.join(HERE, "..", "hopplus_selfplay.py"), "--runs-dir", str(tmp_path / "runs"),
-               "--warmup-games", "4", "--warmup-epochs", "1"]
+               "--warmup-games", "4", "--warmup-epochs", "1", "--total-timesteps", "1"]
     done = subprocess.run(command + line.split(), capture_output=True, text=True, cwd=os.path.join(HERE, ".."))
     lines = [text for text in done.stderr.replace("\r", "\n").splitlines() if text.strip() and "warming up" not in text]
     assert done.returncode == 2, done.stderr
