@@ -31,6 +31,7 @@ The file from top to bottom:
     main         training, adaptation, watching
 """
 
+import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -119,7 +120,7 @@ class Args(RunArgs, GameArgs):
     (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 120_000
+    total_timesteps: int = 160_000
     """real environment steps of the run; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
@@ -154,12 +155,12 @@ class Args(RunArgs, GameArgs):
     imagined_ratio: float = 8.0
     """imagined steps for each real one, for every player; 0 for none"""
     strangers: float = 0.5
-    """share of the imagined games that start from games of the warm-up, with its players, not from real ones"""
+    """share of the imagined games that start from games of the warm-up and go on with its players, not from real ones"""
     fresh: float = 0.5
     """share of the imagined games that start with an episode, further to those that start anywhere in one"""
     buffer: Literal["transitions", "episodes"] = "transitions"
     """the models of others learn from single steps of a buffer; with episodes the inference does, too, from whole stretches"""
-    buffer_size: int = 32_768
+    buffer_size: int = 65_536
     """real steps that the buffer holds, the last ones"""
     vae_checkpoint: str | None = None
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
@@ -183,9 +184,9 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 2e-3
     """step size of Adam for the models of others and the inference of goals; it falls to a tenth over the run"""
-    moa_epochs: int = 2
+    moa_epochs: int = 1
     """times that the models of others go through the steps just played"""
-    moa_minibatches: int = 16
+    moa_minibatches: int = 32
     """further steps of the models alone for each update, on minibatches from the buffer"""
     moa_minibatch_size: int = 512
     """samples of such a minibatch, for each model"""
@@ -840,6 +841,8 @@ def orthogonal(num_learners, inputs, outputs, gain, seed):
 class Agent(nn.Module):
     """The policies and values of L learners as one stacked network: nothing is shared between them."""
 
+    precision = torch.float32  # of the first layer's product, the largest by far
+
     def __init__(self, num_learners, num_inputs, hidden_size, final_time, seed):
         super().__init__()
         scale = torch.ones(num_inputs, 1)
@@ -854,8 +857,8 @@ class Agent(nn.Module):
     def forward(self, x):
         """Features [L, M, F] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
         mask = x[..., -NUM_ACTIONS:] != 0
-        hidden = torch.tanh(torch.baddbmm(self.b1, x.float(), self.w1 * self.scale))
-        hidden = torch.tanh(torch.baddbmm(self.b2, hidden, self.w2))
+        hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale))).float()
+        hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden), self.w2))
         logits = torch.baddbmm(self.b_actor, hidden, self.w_actor).masked_fill(~mask, -1e8)
         value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
         return logits.log_softmax(-1), value.squeeze(-1)
@@ -2445,52 +2448,49 @@ def play_steps(meeting, returns, num_steps, generator, how):
 
 
 class Imagination:
-    """Games that go on in the players' heads: each one's own policy against its models of the others.
+    """Games that go on in the players' heads: each one's own policy against models of the others.
 
-    A game starts from a state of a real game, or, for a share `strangers` of them, of a game of the warm-up, with a draw
-    of the others' goals from what is believed of them there. It ends as real ones end, and another begins.
+    A game starts from a state of a recorded game, with a draw of the others' goals from what is believed of them there. It
+    ends as real ones end, and another begins. What was recorded in the warm-up goes on with the models of others, and the
+    middle of the beliefs, as the warm-up left them (`moa`, and "goals" in the data): those of self-play learn that whoever
+    stands on the stag hunts it, and one such hunt in twenty games makes waiting among hare hunters look worth while.
     """
 
-    def __init__(self, meeting, num, generator):
-        self.meeting, self.num, self.generator = meeting, num, generator
+    def __init__(self, meeting, num, generator, moa=None):
+        self.meeting, self.num, self.generator, self.moa = meeting, num, generator, moa or meeting.minds.moa
         self.state = self.told = self.goals = None
 
-    def begin(self, sources):
-        """Draws states, what is believed of the goals there, and hypotheses, from [(data, share of the games), ...]."""
+    def begin(self, data):
+        """Draws states, what is believed of the goals there, and hypotheses."""
         meeting, args, length = self.meeting, self.meeting.args, len(self.meeting.hop_seats)
-        states, told, goals, each = [], [], [], torch.arange(length, device=self.meeting.device)[:, None]
-        for data, _ in sources:
-            flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
-            present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
-            first = present * (flat["clock"] == 0)
-            share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
-            chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9)
-            picked = torch.multinomial(chance + 1e-9, self.num, replacement=True, generator=self.generator)
-            turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
-                      for name in ("cell", "previous")}
-            column = picked.flatten()
-            states.append({"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
-                           "clock": flat["clock"][column], "deadline": flat["deadline"][column]})
-            belief = [data[key].permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked] for key in ("mean", "logvar")]
-            told.append(meeting.told(belief[0].transpose(1, 2)))  # [L, num, (N-1) * G]
-            goals.append(meeting.draw_goals(*belief, self.generator))  # [L, num, N-1, G]
-        if len(sources) == 1:
-            return states[0], told[0], goals[0]
-        first = torch.rand(length, self.num, generator=self.generator, device=picked.device) < sources[0][1]
-        state = {name: torch.where(first.flatten(), part, states[1][name]) for name, part in states[0].items()}
-        return state, torch.where(first[:, :, None], *told), torch.where(first[:, :, None, None], *goals)
+        flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
+        present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
+        first = present * (flat["clock"] == 0)
+        share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
+        chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9)
+        picked = torch.multinomial(chance + 1e-9, self.num, replacement=True, generator=self.generator)
+        turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
+                  for name in ("cell", "previous")}
+        column, each = picked.flatten(), torch.arange(length, device=picked.device)[:, None]
+        state = {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
+                 "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
+        at = lambda belief: belief.permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked]  # [L, num, N-1, G]
+        told = meeting.told(at(data["mean"]).transpose(1, 2))
+        if "goals" in data:
+            return state, told, at(data["goals"])
+        return state, told, meeting.draw_goals(at(data["mean"]), at(data["logvar"]), self.generator)
 
     @torch.no_grad()
-    def play(self, sources, num_steps):
+    def play(self, data, num_steps):
         """num_steps more steps of all games. -> data as PPO's update takes it"""
         meeting, args = self.meeting, self.meeting.args
         shape = (len(meeting.hop_seats), self.num)
         if self.state is None:
-            self.state, self.told, self.goals = self.begin(sources)
+            self.state, self.told, self.goals = self.begin(data)
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
             x = meeting.model.see(self.state)
-            mind = Mind(meeting.minds.agent, meeting.minds.moa, self.told, self.goals, args.goals == "none")
+            mind = Mind(meeting.minds.agent, self.moa, self.told, self.goals, args.goals == "none")
             log_probs, value, chances = mind.think(x)
             action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
             out["x"].append(torch.cat([mind.told, x[0].float().unflatten(0, shape)], -1))
@@ -2500,14 +2500,20 @@ class Imagination:
                               ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
-            state, told, goals = self.begin(sources)
+            state, told, goals = self.begin(data)
             self.state = {name: torch.where(over, state[name], part) for name, part in self.state.items()}
             self.told = torch.where(over.view(shape)[:, :, None], told, self.told)
             self.goals = torch.where(over.view(shape)[:, :, None, None], goals, self.goals)
-        mind = Mind(meeting.minds.agent, meeting.minds.moa, self.told, self.goals, args.goals == "none")
+        mind = Mind(meeting.minds.agent, self.moa, self.told, self.goals, args.goals == "none")
         out["values"].append(mind.think(meeting.model.see(self.state))[1].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
+
+    def get_state(self):
+        return self.state, self.told, self.goals
+
+    def set_state(self, state):
+        self.state, self.told, self.goals = state
 
 
 @torch.no_grad()
@@ -2646,7 +2652,7 @@ def learn_others(meeting, chunks, optimizer, generator):
 
 
 class Recent:
-    """The steps played last, for the models of others: single ones are drawn from many games, so that minibatches are mixed."""
+    """The steps played last, from which single ones are drawn for the models of others, so that minibatches are mixed."""
 
     def __init__(self, capacity, pairs):
         self.capacity, self.pairs = capacity, pairs
@@ -2663,9 +2669,13 @@ class Recent:
         self.added += weight.shape[1]
 
     def draw(self, count, generator):
-        """`count` steps at which the other was there, for each pair, in a random order: rows [P, count], absent ones last."""
+        """`count` steps drawn at random for each pair, rows [P, count]: of twice as many those at which the other was there,
+        and at the end, where they are too few, some at which it was not."""
         weight = self.columns["weight"]
-        return (torch.rand(weight.shape, generator=generator, device=weight.device) - weight.float()).argsort(1)[:, :count]
+        filled = min(self.added, self.capacity)
+        rows = torch.randint(filled, (len(weight), 2 * count), generator=generator, device=weight.device)
+        there = weight.gather(1, rows).to(torch.uint8)
+        return rows.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :count])
 
     def pick(self, rows):
         """-> x [P, M, F], goal [P, M, G], action [P, M], weight [P, M]"""
@@ -2690,11 +2700,12 @@ class Recent:
 
 
 def polish_models(meeting, memories, optimizer, generator):
-    """Trains the models of others alone on steps of the buffers, as many from each: predicting takes more data than the
-    last few steps hold."""
+    """Trains the models of others alone on steps of the buffers, the first one real games, of which they get three
+    quarters: predicting takes more data than the last few steps hold."""
     args, moa = meeting.args, meeting.minds.moa
-    size = args.moa_minibatch_size // len(memories)
-    drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1) for memory in memories]
+    few = args.moa_minibatch_size // 4 * (len(memories) - 1)
+    drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1)
+             for memory, size in zip(memories, (args.moa_minibatch_size - few, few))]
     for rows in zip(*drawn):
         x, goal, action, weight = (torch.cat(parts, 1) for parts in zip(*(
             memory.pick(picked) for memory, picked in zip(memories, rows))))
@@ -2706,13 +2717,15 @@ def polish_models(meeting, memories, optimizer, generator):
 
 
 class Rehearsal:
-    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there."""
+    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there, and the goals as
+    the inference of the warm-up sees them."""
 
     GAMES = 128  # meetings at a time
 
     def __init__(self, record, meeting, num_steps):
         self.record, self.meeting, self.num_steps = record, meeting, num_steps
-        self.step, self.first, self.carry = 0, 0, None
+        self.inference = copy.deepcopy(meeting.minds.inference)
+        self.step, self.first, self.carry, self.old_carry = 0, 0, None, None
 
     def next(self):
         """The next chunk, as learn_others takes it."""
@@ -2722,15 +2735,20 @@ class Rehearsal:
             self.first = self.first + self.GAMES if self.first + self.GAMES < envs else 0
         chunk = cut_steps(self.record, self.step, self.step + self.num_steps, slice(self.first, self.first + self.GAMES))
         if self.carry is None:
-            self.carry = self.meeting.minds.inference.start(chunk["over"].shape[1]).detach()
+            self.carry, self.old_carry = (inference.start(chunk["over"].shape[1]).detach()
+                                          for inference in (self.meeting.minds.inference, self.inference))
         self.step += self.num_steps
-        return chunk | {"carry": self.carry}
+        pairs, shape = self.meeting.pairs, (len(self.meeting.hop_seats), -1)
+        x, joint = chunk["x"].transpose(0, 1)[pairs].float(), chunk["joint"].transpose(0, 1)[pairs]
+        with torch.no_grad():
+            goals, _, _, self.old_carry = infer_goals(self.inference, x, self.old_carry, joint, chunk["over"])
+        return chunk | {"carry": self.carry, "goals": goals.transpose(0, 1).unflatten(1, shape)}
 
     def get_state(self):
-        return self.step, self.first, self.carry
+        return self.step, self.first, self.carry, self.old_carry
 
     def set_state(self, state):
-        self.step, self.first, self.carry = state
+        self.step, self.first, self.carry, self.old_carry = state
 
     def done(self, chunk):
         """Takes over the memory at the end of the chunk."""
@@ -2978,7 +2996,7 @@ def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     for name in ("total_timesteps", "num_envs", "num_steps", "hidden_size", "vae_size", "goal_dim", "num_minibatches",
                  "update_epochs", "simulations", "trees", "horizon", "warmup_games", "warmup_epochs", "warmup_updates",
-                 "moa_epochs", "moa_minibatches", "moa_minibatch_size", "moa_decisions", "episodes", "repeats"):
+                 "moa_epochs", "moa_minibatches", "moa_decisions", "episodes", "repeats"):
         if getattr(args, name) < 1:
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf), ("beta", 0, math.inf),
@@ -2992,10 +3010,14 @@ def check_flags(args):
         raise Refused(f"--players {' '.join(args.players)}: nobody is a HOP+ player; write hop in at least one seat")
     if len(args.players) < 2:
         raise Refused(f"--players {' '.join(args.players)}: HOP+ models others, so there must be two players or more")
+    if args.prize_floor is not None and not 0 < args.prize_floor < math.inf:
+        raise Refused(f"--prize-floor {args.prize_floor} must be greater than 0 and finite, or None")
     if args.goals == "prey" and args.goal_dim < 2:
         raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
     if args.simulations % args.trees:
         raise Refused(f"--simulations {args.simulations} must be divisible by --trees {args.trees}")
+    if args.moa_minibatch_size < 4:
+        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 4")
     if args.buffer_size < args.num_envs * args.num_steps:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between two "
                       f"updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
@@ -3184,6 +3206,8 @@ def load_players(args):
     if len(args.players) != len(config["players"]):
         raise Refused(f"--players names {len(args.players)} players, {args.checkpoint} was trained with {len(config['players'])}")
     kept = ("goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model", *board)
+    kept += tuple(name for name in ("beta", "prize_floor", "widening", "simulations", "trees", "search")
+                  if getattr(args, name) == getattr(Args, name))  # not asked for otherwise
     values = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in kept}
     return dataclasses.replace(args, **values), checkpoint
 
@@ -3203,6 +3227,8 @@ def seat_players(args, checkpoint, num_envs, seed, episodes, networks=None):
     meeting.minds.load_state_dict(state)
     if args.search_model == "learned":
         model = make_model(checkpoint["world_model_config"])
+        if model.state_dict().keys() != checkpoint["world_model"].keys():
+            raise Refused(f"--checkpoint {args.checkpoint} holds a world model of another version of this script")
         model.load_state_dict(checkpoint["world_model"])
         meeting.model = LearnedModel(meeting.model.scratch, model.to(args.device))
     return meeting
@@ -3327,9 +3353,11 @@ def train(args):
     returns = Returns(args.num_envs, len(args.players), args.device)
     thresholds = Thresholds(args.thresholds)
     imagined = round(args.imagined_ratio * args.num_envs)
-    imagination = Imagination(meeting, imagined, generator) if imagined else None
     rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse and args.goals == "latent" else None
     kept = deque(maxlen=args.buffer_size // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
+    strange = round(imagined * args.strangers) if rehearsal is not None else 0
+    imagination = Imagination(meeting, imagined - strange, generator) if imagined > strange else None
+    strangers = Imagination(meeting, strange, generator, copy.deepcopy(minds.moa)) if strange else None
     memories = [Recent(args.buffer_size, meeting.pairs) for _ in range(1 if rehearsal is None else 2)]
     hop_names = [meeting.names[seat] for seat in meeting.hop_seats]
     others = len(args.players) - 1
@@ -3349,8 +3377,9 @@ def train(args):
         kept.extend(checkpoint["kept"])
         for memory, state in zip(memories, checkpoint["memories"]):
             memory.set_state(state)
-        if imagination:
-            imagination.state, imagination.told, imagination.goals = checkpoint["imagination"]
+        for dreamer, state in ((imagination, checkpoint["imagination"]), (strangers, checkpoint["strangers"])):
+            if dreamer:
+                dreamer.set_state(state)
         if rehearsal:
             rehearsal.set_state(checkpoint["rehearsal"])
 
@@ -3366,7 +3395,8 @@ def train(args):
             "curves": (curve, comparisons),
             "thresholds": thresholds.reached, "kept": list(kept),
             "memories": [memory.get_state() for memory in memories],
-            "imagination": (imagination.state, imagination.told, imagination.goals) if imagination else None,
+            "imagination": imagination.get_state() if imagination else None,
+            "strangers": strangers.get_state() if strangers else None,
             "rehearsal": rehearsal.get_state() if rehearsal else None,
             "world_model": meeting.model.weights if args.search_model == "learned" else None,
             "world_model_config": meeting.model.config if args.search_model == "learned" else None})
@@ -3427,9 +3457,10 @@ def train(args):
             part_begun = clocked("others", part_begun)
 
             policy_losses = {}
-            if imagination:
-                strange = [(chunks[-1], args.strangers)] if rehearsal is not None and args.strangers else []
-                dream = imagination.play([*strange, (data, 1 - args.strangers)], args.num_steps)
+            dreams = [dreamer.play(source, args.num_steps) for dreamer, source in ((imagination, data), (strangers, chunks[-1]))
+                      if dreamer]
+            if dreams:
+                dream = {key: torch.cat([part[key] for part in dreams], 2) for key in dreams[0]}
                 imagined_steps += dream["actions"].numel()
                 part_begun = clocked("imagination", part_begun)
                 policy_losses = update(minds.agent, minds.agent, optimizer, dream, None, args, ent_coef, soft_coef, generator)

@@ -55,7 +55,9 @@ def measure(flags, repeats, updates):
 def main(args):
     torch.set_num_threads(1)
     rows = {"default": {}, "1 epoch": {"update_epochs": 1, "hidden_size": 46},
-            "4 epochs": {"update_epochs": 4, "hidden_size": 46}}
+            "4 epochs": {"update_epochs": 4, "hidden_size": 46},
+            "1 epoch, bfloat16": {"update_epochs": 1, "hidden_size": 46, "precision": "bfloat16"},
+            "4 epochs, bfloat16": {"update_epochs": 4, "hidden_size": 46, "precision": "bfloat16"}}
     print("| setting | parameters of a learner | agent steps/s | playing, ms an update | learning, ms an update |")
     print("|---|---|---|---|---|")
     for name, flags in rows.items():
