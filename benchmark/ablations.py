@@ -29,10 +29,10 @@ RUNS = {
     "samples-rewarded": "--moa-samples rewarded",
     "buffer-5000": "--buffer episodes --buffer-size 5000",
     "buffer-20000": "--buffer episodes --buffer-size 20000",
-    "among-3-ns": "--players hop ns ns ns",
+    "among-3-ns": "--players hop ns ns ns --total-timesteps 300000",
     "among-ns-nh-nh": "--players hop ns nh nh",
-    "8x8": "--height 8 --width 8 --total-timesteps 200000",
-    "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5 --total-timesteps 300000",
+    "8x8": "--height 8 --width 8",
+    "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5",
     "scarce": "--hares 2 --final-time 12",
 }
 STRANGERS = {"full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
