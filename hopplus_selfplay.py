@@ -160,7 +160,7 @@ class Args(RunArgs, GameArgs):
     """share of the imagined games that start with an episode, further to those that start anywhere in one"""
     buffer: Literal["transitions", "episodes"] = "transitions"
     """the models of others learn from single steps of a buffer; with episodes the inference does, too, from whole stretches"""
-    buffer_size: int = 65_536
+    buffer_size: int = 32_768
     """real steps that the buffer holds, the last ones"""
     vae_checkpoint: str | None = None
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
@@ -184,9 +184,9 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 2e-3
     """step size of Adam for the models of others and the inference of goals; it falls to a tenth over the run"""
-    moa_epochs: int = 1
+    moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
-    moa_minibatches: int = 32
+    moa_minibatches: int = 16
     """further steps of the models alone for each update, on minibatches from the buffer"""
     moa_minibatch_size: int = 512
     """samples of such a minibatch, for each model"""
@@ -829,6 +829,12 @@ def features(observation):
     return torch.cat([part.to(torch.uint8) for part in parts], 1).transpose(1, 2)
 
 
+def legal_log_softmax(logits, mask):
+    """Log-probabilities over the legal actions, [..., M, 7]; computed by columns, five times faster than by rows of 7."""
+    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
+    return columns.log_softmax(-2).transpose(-1, -2)
+
+
 def orthogonal(num_learners, inputs, outputs, gain, seed):
     """Stacked orthogonal weights [L, inputs, outputs]; each learner's depend on the seed and its number alone."""
     weight = torch.empty(num_learners, inputs, outputs)
@@ -859,9 +865,9 @@ class Agent(nn.Module):
         mask = x[..., -NUM_ACTIONS:] != 0
         hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale))).float()
         hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden), self.w2))
-        logits = torch.baddbmm(self.b_actor, hidden, self.w_actor).masked_fill(~mask, -1e8)
+        logits = torch.baddbmm(self.b_actor, hidden, self.w_actor)
         value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
-        return logits.log_softmax(-1), value.squeeze(-1)
+        return legal_log_softmax(logits, mask), value.squeeze(-1)
 
 
 def load_policies(names, num_inputs):
@@ -967,7 +973,7 @@ class ActionModel(nn.Module):
         """-> log-probabilities over the legal actions [L, M, 7]"""
         hidden = F.relu(view_part + goal_part)
         hidden = F.relu(self.hidden(hidden))
-        return self.action(hidden).masked_fill(~mask, -1e8).log_softmax(-1)
+        return legal_log_softmax(self.action(hidden), mask)
 
     def forward(self, x, goal):
         """Features [L, M, F], goals [L, M, G] -> log-probabilities over the legal actions [L, M, 7]."""
@@ -1766,7 +1772,7 @@ class Mind:
         hidden = torch.tanh(torch.baddbmm(self.own_first, own, self.own_view))
         hidden = torch.tanh(torch.baddbmm(agent.b2, hidden, agent.w2))
         mask = own[..., -NUM_ACTIONS:] != 0
-        log_probs = torch.baddbmm(agent.b_actor, hidden, agent.w_actor).masked_fill(~mask, -1e8).log_softmax(-1)
+        log_probs = legal_log_softmax(torch.baddbmm(agent.b_actor, hidden, agent.w_actor), mask)
         value = torch.baddbmm(agent.b_critic, hidden, agent.w_critic)
         seen = x[1:].flatten(0, 1)  # [(N-1) * L, M, F]
         mask = seen[..., -NUM_ACTIONS:] != 0
@@ -1775,7 +1781,7 @@ class Mind:
         else:
             hidden = F.relu(torch.baddbmm(self.first, seen, self.view))
             hidden = F.relu(torch.baddbmm(self.hidden[0], hidden, self.hidden[1]))
-            chances = torch.baddbmm(self.action[0], hidden, self.action[1]).masked_fill(~mask, -1e8).softmax(-1)
+            chances = legal_log_softmax(torch.baddbmm(self.action[0], hidden, self.action[1]), mask).exp()
         chances = chances.unflatten(0, (others, length)).permute(1, 2, 0, 3).flatten(0, 1)
         return log_probs.flatten(0, 1), value.flatten(), chances
 
@@ -3078,11 +3084,17 @@ def average_scores(scores, pairs):
 
 @torch.no_grad()
 def report_models(args, meeting, seed, searches=16):
-    """The models of others on fresh games: against searching players, whose policy is averaged over repeated searches."""
+    """The models of others on fresh games: against searching players, whose policy is averaged over repeated searches.
+
+    The decisions are every seventh step of meetings, so that they come from all parts of an episode, and from later
+    episodes as well as from the first."""
     meeting = Meeting(args, args.num_envs, seed, meeting.minds, meeting.model)
     generator = torch.Generator(args.device).manual_seed(seed)
     steps, found = [], 0
     while found < args.moa_decisions:
+        for _ in range(6):
+            actions, seen = meeting.act(generator, args.search)
+            meeting.play(actions, seen["x"])
         chances = meeting.lineup.probabilities(meeting.game).transpose(0, 1).clone()
         actions, seen = meeting.act(generator, args.search)
         improved = seen["improved"].exp()
