@@ -863,8 +863,8 @@ class Agent(nn.Module):
     def forward(self, x):
         """Features [L, M, F] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
         mask = x[..., -NUM_ACTIONS:] != 0
-        hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale))).float()
-        hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden), self.w2))
+        hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale)))
+        hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden).float(), self.w2))
         logits = torch.baddbmm(self.b_actor, hidden, self.w_actor)
         value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
         return legal_log_softmax(logits, mask), value.squeeze(-1)

@@ -4,7 +4,7 @@
 
 Four learners on 4x4. A step of the environment counts as four agent steps. The first row is the script's default; the
 rows below it, at one and at four epochs, are for comparison with trainers of about 17,000 parameters a policy (here each
-of the four learners has that many). Median of `--repeats` and the range.
+of the four learners has that many, but for the last row). Median of `--repeats` and the range.
 """
 
 import dataclasses
@@ -54,10 +54,13 @@ def measure(flags, repeats, updates):
 
 def main(args):
     torch.set_num_threads(1)
-    rows = {"default": {}, "1 epoch": {"update_epochs": 1, "hidden_size": 46},
-            "4 epochs": {"update_epochs": 4, "hidden_size": 46},
-            "1 epoch, bfloat16": {"update_epochs": 1, "hidden_size": 46, "precision": "bfloat16"},
-            "4 epochs, bfloat16": {"update_epochs": 4, "hidden_size": 46, "precision": "bfloat16"}}
+    small = {"hidden_size": 46}
+    fast = {**small, "precision": "bfloat16", "num_envs": 512}
+    rows = {"default": {}, "1 epoch": {**small, "update_epochs": 1}, "4 epochs": {**small, "update_epochs": 4},
+            "1 epoch, bfloat16": {**small, "update_epochs": 1, "precision": "bfloat16"},
+            "1 epoch, bfloat16, 512 games": {**fast, "update_epochs": 1},
+            "4 epochs, bfloat16, 512 games": {**fast, "update_epochs": 4},
+            "1 epoch, bfloat16, 512 games, one network for all": {**fast, "update_epochs": 1, "share_parameters": True}}
     print("| setting | parameters of a learner | agent steps/s | playing, ms an update | learning, ms an update |")
     print("|---|---|---|---|---|")
     for name, flags in rows.items():
