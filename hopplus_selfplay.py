@@ -2646,9 +2646,11 @@ def learn_others(meeting, chunks, optimizer, generator):
             if args.goals == "latent":
                 clip_gradients(minds.inference, args.max_grad_norm)
             optimizer.step()
-            data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
-                               "weight": weight.bool(), "goal": goals[-1].detach().flatten(1, 2).half()}
+            data["believed"] = goals[-1].detach().flatten(1, 2)
             totals.append({key: value.detach() for key, value in losses.items()})
+    for data, _, _, weight, *_ in prepared:
+        data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
+                           "weight": weight.bool(), "goal": data["believed"].half()}
     losses = {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
     if args.goals in ("latent", "prey"):
         data, _, _, weight, goal, _ = prepared[0]

@@ -14,7 +14,7 @@ import sys
 
 import tyro
 
-from ppo import run, spread
+from ppo import any_unknown, keep, run, spread
 
 RUNS = {
     "full": "",
@@ -74,9 +74,7 @@ def table(done):
 
 
 def main(args):
-    unknown = set(args.only) - set(RUNS)
-    if unknown:
-        print(f"error: --only {' '.join(sorted(unknown))}: there are {', '.join(RUNS)}", file=sys.stderr)
+    if any_unknown(args.only, RUNS):
         return 2
     done, met = {}, {}
     for seed in args.seeds:
@@ -94,9 +92,7 @@ def main(args):
                 text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
                 text += "| trained | among | return |\n|---|---|---|\n"
                 text += "\n".join(f"| {name} | {others} | {spread(values)} |" for (name, others), values in met.items())
-            print(text, flush=True)
-            with open(os.path.join(args.folder, "ablations.md"), "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+            keep(text, os.path.join(args.folder, "ablations.md"))
     return 0
 
 

@@ -137,10 +137,23 @@ def table(done):
     return "\n".join(lines)
 
 
-def main(args):
-    unknown = set(args.only) - set(RUNS)
+def any_unknown(names, runs):
+    """Says which of the names stand for no run. -> whether there are any"""
+    unknown = sorted(set(names) - set(runs))
     if unknown:
-        print(f"error: --only {' '.join(sorted(unknown))}: there are {', '.join(RUNS)}", file=sys.stderr)
+        print(f"error: --only {' '.join(unknown)}: there are {', '.join(runs)}", file=sys.stderr)
+    return bool(unknown)
+
+
+def keep(text, path):
+    """Prints the tables made so far, and writes them to a file."""
+    print(text, flush=True)
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text + "\n")
+
+
+def main(args):
+    if any_unknown(args.only, RUNS):
         return 2
     done, strangers = {}, {}
     for seed in args.seeds:
@@ -154,9 +167,7 @@ def main(args):
                 text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
             if len(done.get("selfplay-4x4", ())) == len(args.seeds):
                 text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
-            print(text, flush=True)
-            with open(os.path.join(args.folder, "ppo.md"), "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+            keep(text, os.path.join(args.folder, "ppo.md"))
     return 0
 
 

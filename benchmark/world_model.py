@@ -17,6 +17,8 @@ import sys
 
 import tyro
 
+from ppo import any_unknown, keep
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 FEW = " --rows 10000 --rollouts 500"
 OWN_BOARD = {"4x4": ""}
@@ -94,9 +96,7 @@ def tables(trained, tested):
 
 
 def main(args):
-    unknown = set(args.only) - set(MODELS)
-    if unknown:
-        print(f"error: --only {', '.join(sorted(unknown))}: there are {', '.join(MODELS)}", file=sys.stderr)
+    if any_unknown(args.only, MODELS):
         return 2
     trained, tested = {}, {}
     for seed in args.seeds:
@@ -111,9 +111,7 @@ def main(args):
                 tested.setdefault((model, board), []).append(run(
                     "test_obs_reward_model.py", args.folder, test, f"--checkpoint {checkpoint} --seed {seed} {more}"))
             text = tables(trained, tested)
-            print(text, flush=True)
-            with open(os.path.join(args.folder, "world_model.md"), "w", encoding="utf-8") as file:
-                file.write(text + "\n")
+            keep(text, os.path.join(args.folder, "world_model.md"))
     return 0
 
 
