@@ -31,7 +31,6 @@ The file from top to bottom:
     main         training, adaptation, watching
 """
 
-import copy
 import dataclasses
 import importlib.util
 import itertools
@@ -156,6 +155,8 @@ class Args(RunArgs, GameArgs):
     """imagined steps for each real one, for every player; 0 for none"""
     strangers: float = 0.5
     """share of the imagined games that start from games of the warm-up and go on with its players, not from real ones"""
+    tremble: float = 0.5
+    """share of the imagined meetings with strangers in which these draw some of their actions, up to all, at random"""
     fresh: float = 0.5
     """share of the imagined games that start with an episode, further to those that start anywhere in one"""
     buffer: Literal["transitions", "episodes"] = "transitions"
@@ -183,7 +184,8 @@ class Args(RunArgs, GameArgs):
     learning_rate: float = 2.5e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 2e-3
-    """step size of Adam for the models of others and the inference of goals; it falls to a tenth over the run"""
+    """step size of Adam for the models of others and the inference of goals; the latter's falls to a tenth over the run,
+    the former's to 0 near its end"""
     moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
     moa_minibatches: int = 16
@@ -1005,9 +1007,13 @@ class GoalInference(nn.Module):
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
 
+    def glance(self, x):
+        """Features [L, M, F] -> hidden units."""
+        return F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+
     def look(self, x):
         """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
-        hidden = F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+        hidden = self.glance(x)
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
         return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
 
@@ -1943,9 +1949,9 @@ def views(observation):
 
 
 def next_episode(carry, over, hypotheses):
-    """Where an episode is over [B], what is known of a player stays in the memory, its last view goes."""
+    """Where an episode is over [.., B], what is known of a player stays in the memory, its last view goes."""
     is_memory = torch.arange(carry.shape[-1], device=carry.device) < hypotheses
-    return torch.where(over[:, None] & ~is_memory, 0.0, carry)
+    return torch.where(over[..., None] & ~is_memory, 0.0, carry)
 
 
 class Meeting:
@@ -2456,19 +2462,17 @@ def play_steps(meeting, returns, num_steps, generator, how):
 class Imagination:
     """Games that go on in the players' heads: each one's own policy against models of the others.
 
-    A game starts from a state of a recorded game, with a draw of the others' goals from what is believed of them there. It
-    ends as real ones end, and another begins. What was recorded in the warm-up goes on with the models of others, and the
-    middle of the beliefs, as the warm-up left them (`moa`, and "goals" in the data): those of self-play learn that whoever
-    stands on the stag hunts it, and one such hunt in twenty games makes waiting among hare hunters look worth while.
+    A game starts from a state of a real game, with a draw of the others' goals from what is believed of them there. It
+    ends as real ones end, and another begins.
     """
 
-    def __init__(self, meeting, num, generator, moa=None):
-        self.meeting, self.num, self.generator, self.moa = meeting, num, generator, moa or meeting.minds.moa
+    def __init__(self, meeting, num, generator):
+        self.meeting, self.num, self.generator = meeting, num, generator
         self.state = self.told = self.goals = None
 
-    def begin(self, data):
-        """Draws states, what is believed of the goals there, and hypotheses."""
-        meeting, args, length = self.meeting, self.meeting.args, len(self.meeting.hop_seats)
+    def draw_states(self, data):
+        """Draws steps of recorded games, more of those that begin an episode (--fresh). -> rows [L, num], states there"""
+        meeting, args = self.meeting, self.meeting.args
         flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
         present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
         first = present * (flat["clock"] == 0)
@@ -2477,14 +2481,28 @@ class Imagination:
         picked = torch.multinomial(chance + 1e-9, self.num, replacement=True, generator=self.generator)
         turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
                   for name in ("cell", "previous")}
-        column, each = picked.flatten(), torch.arange(length, device=picked.device)[:, None]
-        state = {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
-                 "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
+        column = picked.flatten()
+        return picked, {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
+                        "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
+
+    def begin(self, data, over):
+        """Begins other games where one is over [L, num]."""
+        picked, state = self.draw_states(data)
+        each = torch.arange(len(picked), device=picked.device)[:, None]
         at = lambda belief: belief.permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked]  # [L, num, N-1, G]
-        told = meeting.told(at(data["mean"]).transpose(1, 2))
-        if "goals" in data:
-            return state, told, at(data["goals"])
-        return state, told, meeting.draw_goals(at(data["mean"]), at(data["logvar"]), self.generator)
+        told = self.meeting.told(at(data["mean"]).transpose(1, 2))
+        goals = self.meeting.draw_goals(at(data["mean"]), at(data["logvar"]), self.generator)
+        if self.state is None:
+            self.state, self.told, self.goals = state, told, goals
+        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
+        self.told = torch.where(over[:, :, None], told, self.told)
+        self.goals = torch.where(over[:, :, None, None], goals, self.goals)
+
+    def think(self, x):
+        """Features [N, L * num, F] -> what the policy is told [L, num, ..], its log-probabilities [L * num, 7], values
+        [L * num], and the others' chances [L * num, N-1, 7]."""
+        minds = self.meeting.minds
+        return self.told, *Mind(minds.agent, minds.moa, self.told, self.goals, self.meeting.args.goals == "none").think(x)
 
     @torch.no_grad()
     def play(self, data, num_steps):
@@ -2492,26 +2510,21 @@ class Imagination:
         meeting, args = self.meeting, self.meeting.args
         shape = (len(meeting.hop_seats), self.num)
         if self.state is None:
-            self.state, self.told, self.goals = self.begin(data)
+            self.begin(data, torch.ones(shape, dtype=torch.bool, device=meeting.seats.device))
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
             x = meeting.model.see(self.state)
-            mind = Mind(meeting.minds.agent, self.moa, self.told, self.goals, args.goals == "none")
-            log_probs, value, chances = mind.think(x)
+            told, log_probs, value, chances = self.think(x)
             action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
-            out["x"].append(torch.cat([mind.told, x[0].float().unflatten(0, shape)], -1))
+            out["x"].append(torch.cat([told, x[0].float().unflatten(0, shape)], -1))
             accompanied = (self.state["cell"][1:] < meeting.game.cells).any(0)  # alone, nothing is left to be tried out together
             self.state, reward, over = meeting.model.step(self.state, torch.cat([action[None], moves.T]))
             for key, part in (("actions", action), ("logprobs", log_probs.gather(-1, action[:, None])[:, 0]),
                               ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
-            state, told, goals = self.begin(data)
-            self.state = {name: torch.where(over, state[name], part) for name, part in self.state.items()}
-            self.told = torch.where(over.view(shape)[:, :, None], told, self.told)
-            self.goals = torch.where(over.view(shape)[:, :, None, None], goals, self.goals)
-        mind = Mind(meeting.minds.agent, self.moa, self.told, self.goals, args.goals == "none")
-        out["values"].append(mind.think(meeting.model.see(self.state))[1].unflatten(0, shape))
+            self.begin(data, over.view(shape))
+        out["values"].append(self.think(meeting.model.see(self.state))[2].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
 
@@ -2520,6 +2533,86 @@ class Imagination:
 
     def set_state(self, state):
         self.state, self.told, self.goals = state
+
+
+class Strangers(Imagination):
+    """Meetings with strangers, imagined: episode after episode with the same others, who play like those of the warm-up.
+
+    What the warm-up's inference knew of a player at the end of a recorded meeting is taken as its type: with it and its
+    present view a stranger has a goal at each step, and acts by the warm-up's model of others. In some meetings (--tremble)
+    their hands tremble: a share of their actions, from none to all, is drawn at random from the legal ones, so that
+    there are more ways to play than the record shows. The player's own belief about them follows what they do, within
+    the episode and on to the next, as in a real meeting; the policy learns what to make of each.
+
+    The strangers' networks stay as the warm-up left them: those of self-play learn that whoever stands on the stag hunts it,
+    and one such hunt in twenty games makes waiting among hare hunters look worth while.
+    """
+
+    MEETING = 10  # episodes, on average
+
+    def __init__(self, meeting, num, generator, record, goals):
+        super().__init__(meeting, num, generator)
+        self.networks = goals  # of the warm-up
+        self.record = {key: record[key] for key in ("state", "present")}
+        self.cast = self.types_of(record)[meeting.pairs]  # [P, meetings, K]
+        self.types = self.tremble = self.carry = self.known = None
+
+    @torch.no_grad()
+    def types_of(self, record):
+        """What the inference knows of each player at the end of each recorded meeting: [N, meetings, K]."""
+        answer, inference = [], self.networks.inference
+        steps, meetings = record["over"].shape
+        for first in range(0, meetings, 32):
+            part = cut_steps(record, 0, steps, slice(first, first + 32))
+            players = part["x"].shape[1]
+            row = lambda key: part[key].transpose(1, 2).flatten(1, 2)[None]  # [1, T, B * N, ...]
+            over = part["over"].repeat_interleave(players, 1)
+            carry = infer_goals(inference, row("x").float(), inference.start(over.shape[1]), row("joint"), over)[3]
+            answer.append(carry[0, :, :inference.hypotheses].unflatten(0, (-1, players)).transpose(0, 1))
+        return torch.cat(answer, 1)
+
+    def begin(self, data, over):
+        """Begins other episodes where one is over [L, num], now and then with other strangers."""
+        _, state = self.draw_states(self.record)
+        others, start = len(self.cast) // len(over), self.meeting.minds.inference.start(self.num).detach()
+        rand = lambda: torch.rand(over.shape, generator=self.generator, device=over.device)
+        new = over & (rand() < 1 / self.MEETING)
+        if self.state is None:
+            self.state, self.known, self.tremble, new = state, start, rand(), over
+            self.types = start[..., :self.cast.shape[2]]
+        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
+        shaken = (rand() < self.meeting.args.tremble) * (1.5 * rand()).clamp(max=1)
+        self.tremble = torch.where(new, shaken, self.tremble)
+        game = (rand() * self.cast.shape[1]).long()
+        over, new, game = (part.repeat_interleave(others, 0) for part in (over, new, game))  # [P, num]
+        self.carry = torch.where(new[..., None], start, next_episode(self.known, over, self.networks.inference.hypotheses))
+        types = self.cast.gather(1, game[..., None].expand(-1, -1, self.cast.shape[2]))
+        self.types = torch.where(new[..., None], types, self.types)
+
+    def think(self, x):
+        """As Imagination.think; what is known after this look counts once a step has been played."""
+        minds, length = self.meeting.minds, len(self.meeting.hop_seats)
+        x = x.float().unflatten(1, (length, -1))  # [N, L, num, F]
+        seen = x[1:].transpose(0, 1)  # [L, N-1, num, F]
+        shape = seen.shape[:3]
+        self.known, mean, _ = minds.inference.step(self.carry, seen.flatten(0, 1))
+        told = self.meeting.told(mean.unflatten(0, shape[:2]))
+        log_probs, value = minds.agent(torch.cat([told, x[0]], -1))
+        # all strangers are moved by the same networks: one long row of them
+        row = seen.flatten(0, 2)[None]
+        goal, _ = self.networks.inference.read(self.types.flatten(0, 1)[None], self.networks.inference.glance(row))
+        mask = row[..., -NUM_ACTIONS:] != 0
+        chances = self.networks.moa(row, goal).exp().view(*shape, NUM_ACTIONS)
+        uniform = (mask / mask.sum(-1, keepdim=True)).view(chances.shape)
+        tremble = self.tremble[:, None, :, None]
+        chances = ((1 - tremble) * chances + tremble * uniform).transpose(1, 2).flatten(0, 1)  # [L * num, N-1, 7]
+        return told, log_probs.flatten(0, 1), value.flatten(), chances
+
+    def get_state(self):
+        return self.state, self.known, self.carry, self.types, self.tremble
+
+    def set_state(self, state):
+        self.state, self.known, self.carry, self.types, self.tremble = state
 
 
 @torch.no_grad()
@@ -2646,11 +2739,12 @@ def learn_others(meeting, chunks, optimizer, generator):
             if args.goals == "latent":
                 clip_gradients(minds.inference, args.max_grad_norm)
             optimizer.step()
-            data["believed"] = goals[-1].detach().flatten(1, 2)
+            belief = (mean, logvar) if args.goals == "latent" else (goals[0], torch.full_like(goals[0], -math.inf))
+            data["belief"] = dict(zip(("mean", "logvar"), (part.detach().flatten(1, 2).half() for part in belief)))
             totals.append({key: value.detach() for key, value in losses.items()})
     for data, _, _, weight, *_ in prepared:
         data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
-                           "weight": weight.bool(), "goal": data["believed"].half()}
+                           "weight": weight.bool(), **data["belief"]}
     losses = {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
     if args.goals in ("latent", "prey"):
         data, _, _, weight, goal, _ = prepared[0]
@@ -2667,7 +2761,7 @@ class Recent:
         self.columns, self.added = None, 0
 
     def add(self, columns):
-        """Takes in steps, x and action of each seat [N, M, ..], weight and goal of each pair [P, M, ..], for the oldest."""
+        """Takes in steps, x and action of each seat [N, M, ..], weight and belief of each pair [P, M, ..], for the oldest."""
         weight = columns["weight"]
         if self.columns is None:
             self.columns = {key: value.new_zeros(len(value), self.capacity, *value.shape[2:]) for key, value in columns.items()}
@@ -2686,11 +2780,11 @@ class Recent:
         return rows.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :count])
 
     def pick(self, rows):
-        """-> x [P, M, F], goal [P, M, G], action [P, M], weight [P, M]"""
+        """-> x [P, M, F], action [P, M], weight [P, M], mean and log-variance of the belief [P, M, G]"""
         pair = torch.arange(len(self.pairs), device=rows.device)[:, None]
         seat = self.pairs[:, None]
-        return (self.columns["x"][seat, rows].float(), self.columns["goal"][pair, rows].float(),
-                self.columns["action"][seat, rows], self.columns["weight"][pair, rows].float())
+        return (self.columns["x"][seat, rows].float(), self.columns["action"][seat, rows],
+                *(self.columns[key][pair, rows].float() for key in ("weight", "mean", "logvar")))
 
     def get_state(self):
         """For a checkpoint; what was seen is mostly zeros and is kept compressed."""
@@ -2708,16 +2802,21 @@ class Recent:
 
 
 def polish_models(meeting, memories, optimizer, generator):
-    """Trains the models of others alone on steps of the buffers, the first one real games, of which they get three
-    quarters: predicting takes more data than the last few steps hold."""
+    """Trains the models of others alone on steps of the buffers, seven of eight from the first one, of real games:
+    predicting takes more data than the last few steps hold.
+
+    Each time a step comes up its goals are drawn anew from the belief, as a search draws them. With the same goal each time
+    a model learns to know the step again by it, and predicts new ones worse.
+    """
     args, moa = meeting.args, meeting.minds.moa
-    few = args.moa_minibatch_size // 4 * (len(memories) - 1)
+    few = args.moa_minibatch_size // 8 * (len(memories) - 1)
     drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1)
              for memory, size in zip(memories, (args.moa_minibatch_size - few, few))]
     for rows in zip(*drawn):
-        x, goal, action, weight = (torch.cat(parts, 1) for parts in zip(*(
+        x, action, weight, mean, logvar = (torch.cat(parts, 1) for parts in zip(*(
             memory.pick(picked) for memory, picked in zip(memories, rows))))
-        loss = action_loss(moa, x, (goal,), action, weight)
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        loss = action_loss(moa, x, (mean + (0.5 * logvar).exp() * noise,), action, weight)
         optimizer.zero_grad()
         loss.sum().backward()
         clip_gradients(moa, args.max_grad_norm)
@@ -2725,15 +2824,13 @@ def polish_models(meeting, memories, optimizer, generator):
 
 
 class Rehearsal:
-    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there, and the goals as
-    the inference of the warm-up sees them."""
+    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there."""
 
-    GAMES = 128  # meetings at a time
+    GAMES = 64  # meetings at a time
 
     def __init__(self, record, meeting, num_steps):
         self.record, self.meeting, self.num_steps = record, meeting, num_steps
-        self.inference = copy.deepcopy(meeting.minds.inference)
-        self.step, self.first, self.carry, self.old_carry = 0, 0, None, None
+        self.step, self.first, self.carry = 0, 0, None
 
     def next(self):
         """The next chunk, as learn_others takes it."""
@@ -2743,25 +2840,20 @@ class Rehearsal:
             self.first = self.first + self.GAMES if self.first + self.GAMES < envs else 0
         chunk = cut_steps(self.record, self.step, self.step + self.num_steps, slice(self.first, self.first + self.GAMES))
         if self.carry is None:
-            self.carry, self.old_carry = (inference.start(chunk["over"].shape[1]).detach()
-                                          for inference in (self.meeting.minds.inference, self.inference))
+            self.carry = self.meeting.minds.inference.start(chunk["over"].shape[1]).detach()
         self.step += self.num_steps
-        pairs, shape = self.meeting.pairs, (len(self.meeting.hop_seats), -1)
-        x, joint = chunk["x"].transpose(0, 1)[pairs].float(), chunk["joint"].transpose(0, 1)[pairs]
-        with torch.no_grad():
-            goals, _, _, self.old_carry = infer_goals(self.inference, x, self.old_carry, joint, chunk["over"])
-        return chunk | {"carry": self.carry, "goals": goals.transpose(0, 1).unflatten(1, shape)}
-
-    def get_state(self):
-        return self.step, self.first, self.carry, self.old_carry
-
-    def set_state(self, state):
-        self.step, self.first, self.carry, self.old_carry = state
+        return chunk | {"carry": self.carry}
 
     def done(self, chunk):
         """Takes over the memory at the end of the chunk."""
         if "carry_after" in chunk:
             self.carry = chunk["carry_after"].detach()
+
+    def get_state(self):
+        return self.step, self.first, self.carry
+
+    def set_state(self, state):
+        self.step, self.first, self.carry = state
 
 
 def learn_policy(meeting, data, optimizer, args, ent_coef):
@@ -3009,7 +3101,7 @@ def check_flags(args):
             raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
     for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf), ("beta", 0, math.inf),
                             ("moa_learning_rate", 0, math.inf), ("ent_coef", 0, math.inf), ("soft_coef", 0, math.inf),
-                            ("soft_until", 0, 1), ("imagined_ratio", 0, math.inf), ("strangers", 0, 1), ("fresh", 0, 1),
+                            ("soft_until", 0, 1), ("imagined_ratio", 0, math.inf), ("strangers", 0, 1), ("tremble", 0, 1), ("fresh", 0, 1),
                             ("eval_episodes", 0, math.inf), ("eval_policy_episodes", 0, math.inf),
                             ("compare_episodes", 0, math.inf), ("widening", 1, math.inf)):
         if not low <= getattr(args, name) <= high:
@@ -3024,8 +3116,8 @@ def check_flags(args):
         raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
     if args.simulations % args.trees:
         raise Refused(f"--simulations {args.simulations} must be divisible by --trees {args.trees}")
-    if args.moa_minibatch_size < 4:
-        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 4")
+    if args.moa_minibatch_size < 8:
+        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 8")
     if args.buffer_size < args.num_envs * args.num_steps:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between two "
                       f"updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
@@ -3191,17 +3283,18 @@ def record_game(args, meeting, seed):
 
 
 def build_players(args):
-    """The game, the players as they begin, the model of their search, and the games of the warm-up."""
+    """The game, the players as they begin, the games of the warm-up and the networks that it trained (Goals)."""
     meeting = Meeting(args, args.num_envs, args.seed)
     num_inputs = features(meeting.observation).shape[-1]
-    record = None
+    record = goals = None
     if args.goals in ("latent", "prey"):
         record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
     if args.goals == "latent":
-        meeting.minds.take_over(warm_up_goals(args, num_inputs, record))
+        goals = warm_up_goals(args, num_inputs, record)
+        meeting.minds.take_over(goals)
     if args.search_model == "learned":
         meeting.model = LearnedModel(meeting.model.scratch, warm_up_world(args, meeting.game))
-    return meeting, record
+    return meeting, record, goals
 
 
 def load_players(args):
@@ -3356,12 +3449,12 @@ def watch(args):
 
 def train(args):
     checkpoint = args.resume and load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}")
-    meeting, record = build_players(args)
+    meeting, record, goals = build_players(args)
     folder = open_run(args)
     minds = meeting.minds
     warm_seconds = time.perf_counter() - START
     optimizer = torch.optim.Adam(minds.agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    others_optimizer = torch.optim.Adam([*minds.moa.parameters(), *minds.inference.parameters()],
+    others_optimizer = torch.optim.Adam([{"params": [*part.parameters()]} for part in (minds.moa, minds.inference)],
                                         lr=args.moa_learning_rate, eps=1e-5, fused=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     returns = Returns(args.num_envs, len(args.players), args.device)
@@ -3371,7 +3464,7 @@ def train(args):
     kept = deque(maxlen=args.buffer_size // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
     strange = round(imagined * args.strangers) if rehearsal is not None else 0
     imagination = Imagination(meeting, imagined - strange, generator) if imagined > strange else None
-    strangers = Imagination(meeting, strange, generator, copy.deepcopy(minds.moa)) if strange else None
+    strangers = Strangers(meeting, strange, generator, record, goals) if strange else None
     memories = [Recent(args.buffer_size, meeting.pairs) for _ in range(1 if rehearsal is None else 2)]
     hop_names = [meeting.names[seat] for seat in meeting.hop_seats]
     others = len(args.players) - 1
@@ -3436,8 +3529,9 @@ def train(args):
             left = 1 - timesteps / args.total_timesteps  # the share of the run that is still to come
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * left
-            for group in others_optimizer.param_groups:
-                group["lr"] = args.moa_learning_rate * max(left, 0.1)
+            # the models of others learn at nearly full speed until the end, for whom they model changes until then
+            for group, share in zip(others_optimizer.param_groups, (left**0.25, max(left, 0.1))):
+                group["lr"] = args.moa_learning_rate * share
             ent_coef = args.ent_coef * left
             soft_coef = args.soft_coef * max(0.0, 1 - (1 - left) / args.soft_until) if args.soft_until else 0.0
 
@@ -3471,7 +3565,7 @@ def train(args):
             part_begun = clocked("others", part_begun)
 
             policy_losses = {}
-            dreams = [dreamer.play(source, args.num_steps) for dreamer, source in ((imagination, data), (strangers, chunks[-1]))
+            dreams = [dreamer.play(source, args.num_steps) for dreamer, source in ((imagination, data), (strangers, None))
                       if dreamer]
             if dreams:
                 dream = {key: torch.cat([part[key] for part in dreams], 2) for key in dreams[0]}

@@ -1043,9 +1043,13 @@ class GoalInference(nn.Module):
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
 
+    def glance(self, x):
+        """Features [L, M, F] -> hidden units."""
+        return F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+
     def look(self, x):
         """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
-        hidden = F.relu(self.hidden(F.relu(self.view(x * self.scale))))
+        hidden = self.glance(x)
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
         return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
 

@@ -310,17 +310,81 @@ def test_a_buffer_draws_what_was_added_last_and_the_absent_at_the_end():
         weight = (number % 3 != 0).expand(3, -1)
         memory.add({"x": number.to(torch.uint8)[None, :, None].expand(3, -1, 5) + torch.tensor([0, 50, 100])[:, None, None].to(torch.uint8),
                     "action": number.expand(3, -1), "weight": weight,
-                    "goal": number[None, :, None].expand(3, -1, 2).half() + torch.arange(3)[:, None, None]})
+                    "mean": number[None, :, None].expand(3, -1, 2).half() + torch.arange(3)[:, None, None],
+                    "logvar": -number[None, :, None].expand(3, -1, 2).half()})
     rows = memory.draw(40, torch.Generator().manual_seed(0))
-    x, goal, action, weight = memory.pick(rows)
+    x, action, weight, mean, logvar = memory.pick(rows)
     for pair, seat in enumerate(pairs.tolist()):
         assert set(action[pair].tolist()) <= set(range(14, 24)) and len(set(action[pair].tolist())) >= 7
-        assert torch.equal(x[pair, :, 0], action[pair] + 50.0 * seat) and torch.equal(goal[pair, :, 0], action[pair] + float(pair))
+        assert torch.equal(x[pair, :, 0], action[pair] + 50.0 * seat) and torch.equal(mean[pair, :, 0], action[pair] + float(pair))
+        assert torch.equal(logvar[pair, :, 1], -action[pair].float())
         assert torch.equal(weight[pair], (action[pair] % 3 != 0).float())
         assert (weight[pair].diff() <= 0).all() and weight[pair, :30].all()
     again = script.Recent(10, pairs)
     again.set_state(memory.get_state())
     assert again.added == memory.added and all(torch.equal(again.columns[key], memory.columns[key]) for key in memory.columns)
+
+
+def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
+    """Belief and strangers' moves, worked out for each player, game and other one by one."""
+    args = flags(tmp_path, final_time=5, players=("hop", "ns", "hop"), mix=("ns", "nh"))
+    meeting, record, goals = script.build_players(args)
+    minds, hops, others, num, dim = meeting.minds, 2, 2, 3, args.goal_dim
+    sharpen(minds)
+    seen, chances = [], []
+    dreamer = script.Strangers(meeting, num, torch.Generator().manual_seed(1), record, goals)
+    dreamer.MEETING = 4
+    think, states = dreamer.think, []
+
+    def spy(x):
+        states.append((dreamer.types.clone(), dreamer.tremble.clone(), dreamer.carry.clone()))
+        answer = think(x)
+        seen.append(x)
+        chances.append(answer[3])
+        return answer
+
+    dreamer.think = spy
+    steps = 40
+    data = dreamer.play(None, steps)
+    new_ones = 0
+    for hop in range(hops):
+        for game in range(num):
+            carry = minds.inference.start(1).detach()
+            for t in range(steps):
+                row = hop * num + game
+                types, tremble, before = states[t]
+                own = slice(hop * others, (hop + 1) * others)
+                nobody_known = torch.equal(before[own, game], minds.inference.start(1)[own, 0])
+                if t > 0 and nobody_known:
+                    assert data["ends"][t - 1, hop, game]  # others come with an episode only
+                    carry, new_ones = minds.inference.start(1).detach(), new_ones + 1
+                elif t > 0:
+                    assert torch.equal(types[own, game], states[t - 1][0][own, game])
+                    assert torch.equal(tremble[hop, game], states[t - 1][1][hop, game])
+                x = torch.zeros(hops * others, 1, seen[t].shape[-1])
+                for other in range(others):
+                    x[hop * others + other] = seen[t][1 + other, row].float()
+                carry, mean, _ = minds.inference.step(carry, x)
+                told = mean[hop * others:(hop + 1) * others, 0].flatten()
+                assert torch.allclose(data["x"][t, hop, game, :others * dim], told, atol=1e-5), (hop, game, t)
+                for other in range(others):
+                    pair = hop * others + other
+                    one = x[pair][None]
+                    goal, _ = goals.inference.read(types[pair, game][None, None], goals.inference.glance(one))
+                    legal = (one[0, 0, -7:] != 0).float()
+                    mixed = (1 - tremble[hop, game]) * goals.moa(one, goal).exp()[0, 0] + tremble[hop, game] * legal / legal.sum()
+                    assert torch.allclose(chances[t][row, other], mixed, atol=1e-5)
+                if data["ends"][t, hop, game]:
+                    carry = script.next_episode(carry, torch.ones(1, dtype=torch.bool), args.hypotheses)
+    assert new_ones > 3 and (states[-1][1] > 0).any()
+    # a type is what is known of that seat's player at the end of one recorded meeting
+    pair, seat, which = 3, int(meeting.pairs[3]), 2
+    x = record["x"][:, seat, which][None, :, None].float()
+    carry = goals.inference.start(1)
+    for t in range(x.shape[1]):
+        carry, _, _ = goals.inference.step(carry, x[:, t])
+        carry = script.next_episode(carry, record["over"][t, which:which + 1], args.hypotheses)
+    assert torch.allclose(dreamer.cast[pair, which], carry[0, 0, :args.hypotheses], atol=1e-3)
 
 
 def test_beliefs_that_know_are_told_from_those_that_do_not():
