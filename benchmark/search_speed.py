@@ -100,7 +100,7 @@ def mctx_speed(args, hidden, inputs):
         moves = sum(jax.random.categorical(key, apply(w, x)[:, :7]) for w in nets[1:])
         out = apply(nets[0], x + moves[:, None] * 1e-3)
         zeros = jnp.zeros(len(x))
-        return mctx.RecurrentFnOutput(zeros, zeros + 0.99, out[:, :7], out[:, 7]), x
+        return mctx.RecurrentFnOutput(reward=zeros, discount=zeros + 0.99, prior_logits=out[:, :7], value=out[:, 7]), x
 
     @jax.jit
     def run(nets, key, x):
@@ -113,6 +113,8 @@ def mctx_speed(args, hidden, inputs):
 
 
 def main(args):
+    if hasattr(os, "sched_setaffinity"):  # Linux: one core for everything, the threads of JAX too
+        os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-1:])
     torch.set_num_threads(1)
     torch.manual_seed(0)
     flags = script.Args(players=("hop",) * 4, num_envs=max(args.trees // 4, 1))
