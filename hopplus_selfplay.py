@@ -151,11 +151,11 @@ class Args(RunArgs, GameArgs):
     is None, in the units of the game)"""
     widening: float = 1.5
     """an action tried n times has at most widening * sqrt(n) outcomes"""
-    imagined_ratio: float = 8.0
+    imagined_ratio: float = 12.0
     """imagined steps for each real one, for every player; 0 for none"""
-    strangers: float = 0.5
-    """share of the imagined games that start from games of the warm-up and go on with its players, not from real ones"""
-    tremble: float = 0.5
+    strangers: float = 0.75
+    """share of the imagined games that are meetings with players like those of the warm-up, and do not go on from real games"""
+    tremble: float = 0.2
     """share of the imagined meetings with strangers in which these draw some of their actions, up to all, at random"""
     fresh: float = 0.5
     """share of the imagined games that start with an episode, further to those that start anywhere in one"""
@@ -188,7 +188,7 @@ class Args(RunArgs, GameArgs):
     the former's to 0 near its end"""
     moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
-    moa_minibatches: int = 16
+    moa_minibatches: int = 12
     """further steps of the models alone for each update, on minibatches from the buffer"""
     moa_minibatch_size: int = 512
     """samples of such a minibatch, for each model"""
@@ -198,7 +198,7 @@ class Args(RunArgs, GameArgs):
     """discount of later rewards"""
     gae_lambda: float = 0.95
     """lambda of the generalised advantage estimate"""
-    num_minibatches: int = 4
+    num_minibatches: int = 6
     """pieces into which the imagined steps of an update are cut"""
     update_epochs: int = 4
     """times that an update goes through its data"""
@@ -2485,8 +2485,8 @@ class Imagination:
         return picked, {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
                         "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
 
-    def begin(self, data, over):
-        """Begins other games where one is over [L, num]."""
+    def go_on(self, data, over, moves):
+        """Begins other games where one is over [L, num]; moves [L * num, N-1] is what the others just did."""
         picked, state = self.draw_states(data)
         each = torch.arange(len(picked), device=picked.device)[:, None]
         at = lambda belief: belief.permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked]  # [L, num, N-1, G]
@@ -2510,7 +2510,7 @@ class Imagination:
         meeting, args = self.meeting, self.meeting.args
         shape = (len(meeting.hop_seats), self.num)
         if self.state is None:
-            self.begin(data, torch.ones(shape, dtype=torch.bool, device=meeting.seats.device))
+            self.go_on(data, torch.ones(shape, dtype=torch.bool, device=meeting.seats.device), None)
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
             x = meeting.model.see(self.state)
@@ -2523,7 +2523,7 @@ class Imagination:
                               ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
-            self.begin(data, over.view(shape))
+            self.go_on(data, over.view(shape), moves)
         out["values"].append(self.think(meeting.model.see(self.state))[2].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
@@ -2542,20 +2542,22 @@ class Strangers(Imagination):
     present view a stranger has a goal at each step, and acts by the warm-up's model of others. In some meetings (--tremble)
     their hands tremble: a share of their actions, from none to all, is drawn at random from the legal ones, so that
     there are more ways to play than the record shows. The player's own belief about them follows what they do, within
-    the episode and on to the next, as in a real meeting; the policy learns what to make of each.
+    the episode and on to the next, as in a real meeting; the policy learns what to make of each, and the inference to tell
+    them apart (`learn_strangers`).
 
     The strangers' networks stay as the warm-up left them: those of self-play learn that whoever stands on the stag hunts it,
     and one such hunt in twenty games makes waiting among hare hunters look worth while.
     """
 
-    MEETING = 10  # episodes, on average
+    MEETING = 8  # calls of `play` that a meeting lasts, on average
+    LESSON = 64  # games of which the models of others learn
 
     def __init__(self, meeting, num, generator, record, goals):
         super().__init__(meeting, num, generator)
         self.networks = goals  # of the warm-up
         self.record = {key: record[key] for key in ("state", "present")}
         self.cast = self.types_of(record)[meeting.pairs]  # [P, meetings, K]
-        self.types = self.tremble = self.carry = self.known = None
+        self.types = self.tremble = self.carry = None
 
     @torch.no_grad()
     def types_of(self, record):
@@ -2571,23 +2573,42 @@ class Strangers(Imagination):
             answer.append(carry[0, :, :inference.hypotheses].unflatten(0, (-1, players)).transpose(0, 1))
         return torch.cat(answer, 1)
 
-    def begin(self, data, over):
-        """Begins other episodes where one is over [L, num], now and then with other strangers."""
-        _, state = self.draw_states(self.record)
-        others, start = len(self.cast) // len(over), self.meeting.minds.inference.start(self.num).detach()
-        rand = lambda: torch.rand(over.shape, generator=self.generator, device=over.device)
-        new = over & (rand() < 1 / self.MEETING)
-        if self.state is None:
-            self.state, self.known, self.tremble, new = state, start, rand(), over
-            self.types = start[..., :self.cast.shape[2]]
-        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
+    @torch.no_grad()
+    def play(self, data, num_steps):
+        """As Imagination.play; some of the meetings are with others than before. -> data as PPO's update takes it, and as
+        `learn_strangers` takes it"""
+        length, others = len(self.meeting.hop_seats), len(self.cast) // len(self.meeting.hop_seats)
+        rand = lambda: torch.rand(length, self.num, generator=self.generator, device=self.cast.device)
+        new = rand() < (1 if self.state is None else 1 / self.MEETING)
         shaken = (rand() < self.meeting.args.tremble) * (1.5 * rand()).clamp(max=1)
+        start = self.meeting.minds.inference.start(self.num)
+        game = (rand() * self.cast.shape[1]).long().repeat_interleave(others, 0)[..., None]
+        types = self.cast.gather(1, game.expand(-1, -1, self.cast.shape[2]))
+        if self.state is None:
+            self.state, self.carry, self.types, self.tremble = self.draw_states(self.record)[1], start, types, shaken
+        self.renew(new)
         self.tremble = torch.where(new, shaken, self.tremble)
-        game = (rand() * self.cast.shape[1]).long()
-        over, new, game = (part.repeat_interleave(others, 0) for part in (over, new, game))  # [P, num]
-        self.carry = torch.where(new[..., None], start, next_episode(self.known, over, self.networks.inference.hypotheses))
-        types = self.cast.gather(1, game[..., None].expand(-1, -1, self.cast.shape[2]))
-        self.types = torch.where(new[..., None], types, self.types)
+        new = new.repeat_interleave(others, 0)[..., None]
+        self.carry, self.types = torch.where(new, start, self.carry), torch.where(new, types, self.types)
+        self.lesson = []
+        carry = self.carry[:, :self.LESSON]
+        dream = super().play(data, num_steps)
+        lesson = {key: torch.stack([step[key] for step in self.lesson], 1) for key in self.lesson[0]}  # [P, T, ..]
+        return dream, lesson | {"carry": carry}
+
+    def renew(self, over):
+        """Other boards where an episode is over [L, num]."""
+        _, state = self.draw_states(self.record)
+        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
+
+    def go_on(self, data, over, moves):
+        """Begins the next episode where one is over [L, num], with the same others."""
+        pairs = over.repeat_interleave(len(self.cast) // len(over), 0)  # [P, num]
+        moves = moves.unflatten(0, over.shape).transpose(1, 2).flatten(0, 1)  # [P, num]
+        self.lesson.append({key: part[:, :self.LESSON].clone() for key, part in (
+            ("x", self.seen), ("there", self.there), ("action", moves), ("over", pairs))})
+        self.carry = next_episode(self.known, pairs, self.networks.inference.hypotheses)
+        self.renew(over)
 
     def think(self, x):
         """As Imagination.think; what is known after this look counts once a step has been played."""
@@ -2595,7 +2616,10 @@ class Strangers(Imagination):
         x = x.float().unflatten(1, (length, -1))  # [N, L, num, F]
         seen = x[1:].transpose(0, 1)  # [L, N-1, num, F]
         shape = seen.shape[:3]
-        self.known, mean, _ = minds.inference.step(self.carry, seen.flatten(0, 1))
+        self.seen = seen.flatten(0, 1)
+        there = self.state["cell"][1:] < self.meeting.game.cells  # [N-1, L * num]
+        self.there = there.unflatten(1, (length, -1)).transpose(0, 1).flatten(0, 1)
+        self.known, mean, _ = minds.inference.step(self.carry, self.seen)
         told = self.meeting.told(mean.unflatten(0, shape[:2]))
         log_probs, value = minds.agent(torch.cat([told, x[0]], -1))
         # all strangers are moved by the same networks: one long row of them
@@ -2609,10 +2633,10 @@ class Strangers(Imagination):
         return told, log_probs.flatten(0, 1), value.flatten(), chances
 
     def get_state(self):
-        return self.state, self.known, self.carry, self.types, self.tremble
+        return self.state, self.carry, self.types, self.tremble
 
     def set_state(self, state):
-        self.state, self.known, self.carry, self.types, self.tremble = state
+        self.state, self.carry, self.types, self.tremble = state
 
 
 @torch.no_grad()
@@ -2665,7 +2689,7 @@ def later_catch(data, pairs):
 
 
 def infer_goals(inference, x, carry, action, over):
-    """The inference over steps in order, features [P, T, B, F] and the actions taken there [P, T, B].
+    """The inference over steps in order, features [P, T, B, F] and the actions taken there [P, T, B]; over is [T, B] or [P, T, B].
 
     What `inference.step` does, step by step: only the memory waits for the step before, all else is done for all at once.
     -> mean and log-variance of the goals [P, T, B, G], the log-probability of the actions by the weighted hypotheses
@@ -2680,11 +2704,11 @@ def infer_goals(inference, x, carry, action, over):
     for t in range(steps):
         h = keep * h + seen
         memory.append(h)
-        seen = taken[:, t] * ~over[t, :, None]  # the first view of an episode tells of no action
+        seen = taken[:, t] * ~over[..., t, :, None]  # the first view of an episode tells of no action
     memory = torch.stack(memory, 1)
     mean, logvar = inference.read(memory.flatten(1, 2), hidden.flatten(1, 2))
     likely = (memory.log_softmax(-1) + taken).logsumexp(-1)
-    carry = next_episode(torch.cat([h, table[:, -1].flatten(2)], -1), over[-1], kinds)
+    carry = next_episode(torch.cat([h, table[:, -1].flatten(2)], -1), over[..., -1, :], kinds)
     return mean.unflatten(1, x.shape[1:3]), logvar.unflatten(1, x.shape[1:3]), likely, carry
 
 
@@ -2753,6 +2777,23 @@ def learn_others(meeting, chunks, optimizer, generator):
     return losses
 
 
+def learn_strangers(meeting, lesson, optimizer, generator):
+    """Trains the inference and the models of others on imagined meetings with strangers: who plays as nobody in the record does
+    is to be told from those who do. -> dict of losses [P]"""
+    minds, action = meeting.minds, lesson["action"]
+    x, weight = lesson["x"].flatten(1, 2), lesson["there"].float().flatten(1)
+    mean, logvar, likely, _ = infer_goals(minds.inference, lesson["x"], lesson["carry"], action, lesson["over"])
+    noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+    goals = [part.flatten(1, 2) for part in (mean, mean + (0.5 * logvar).exp() * noise)]
+    unlikely = -masked_mean(likely.flatten(1), weight)
+    optimizer.zero_grad()
+    (action_loss(minds.moa, x, goals, action.flatten(1), weight) + unlikely).sum().backward()
+    clip_gradients(minds.moa, meeting.args.max_grad_norm)
+    clip_gradients(minds.inference, meeting.args.max_grad_norm)
+    optimizer.step()
+    return {"strangers_loss": unlikely.detach()}
+
+
 class Recent:
     """The steps played last, from which single ones are drawn for the models of others, so that minibatches are mixed."""
 
@@ -2802,14 +2843,14 @@ class Recent:
 
 
 def polish_models(meeting, memories, optimizer, generator):
-    """Trains the models of others alone on steps of the buffers, seven of eight from the first one, of real games:
+    """Trains the models of others alone on steps of the buffers, fifteen of sixteen from the first one, of real games:
     predicting takes more data than the last few steps hold.
 
     Each time a step comes up its goals are drawn anew from the belief, as a search draws them. With the same goal each time
     a model learns to know the step again by it, and predicts new ones worse.
     """
     args, moa = meeting.args, meeting.minds.moa
-    few = args.moa_minibatch_size // 8 * (len(memories) - 1)
+    few = args.moa_minibatch_size // 16 * (len(memories) - 1)
     drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1)
              for memory, size in zip(memories, (args.moa_minibatch_size - few, few))]
     for rows in zip(*drawn):
@@ -3116,8 +3157,8 @@ def check_flags(args):
         raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
     if args.simulations % args.trees:
         raise Refused(f"--simulations {args.simulations} must be divisible by --trees {args.trees}")
-    if args.moa_minibatch_size < 8:
-        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 8")
+    if args.moa_minibatch_size < 16:
+        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 16")
     if args.buffer_size < args.num_envs * args.num_steps:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between two "
                       f"updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
@@ -3565,8 +3606,11 @@ def train(args):
             part_begun = clocked("others", part_begun)
 
             policy_losses = {}
-            dreams = [dreamer.play(source, args.num_steps) for dreamer, source in ((imagination, data), (strangers, None))
-                      if dreamer]
+            dreams = [imagination.play(data, args.num_steps)] if imagination else []
+            if strangers:
+                dream, lesson = strangers.play(None, args.num_steps)
+                dreams.append(dream)
+                losses |= learn_strangers(meeting, lesson, others_optimizer, generator)
             if dreams:
                 dream = {key: torch.cat([part[key] for part in dreams], 2) for key in dreams[0]}
                 imagined_steps += dream["actions"].numel()

@@ -29,7 +29,7 @@ RUNS = {
     "samples-rewarded": "--moa-samples rewarded",
     "buffer-5000": "--buffer episodes --buffer-size 5000",
     "buffer-20000": "--buffer episodes --buffer-size 20000",
-    "among-3-ns": "--players hop ns ns ns --imagined-ratio 24 --num-minibatches 12",
+    "among-3-ns": "--players hop ns ns ns --imagined-ratio 24 --num-minibatches 12 --strangers 0.5",
     "among-ns-nh-nh": "--players hop ns nh nh",
     "8x8": "--height 8 --width 8",
     "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5",

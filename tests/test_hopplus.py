@@ -333,7 +333,7 @@ def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
     sharpen(minds)
     seen, chances = [], []
     dreamer = script.Strangers(meeting, num, torch.Generator().manual_seed(1), record, goals)
-    dreamer.MEETING = 4
+    dreamer.MEETING = 2
     think, states = dreamer.think, []
 
     def spy(x):
@@ -344,8 +344,14 @@ def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
         return answer
 
     dreamer.think = spy
-    steps = 40
-    data = dreamer.play(None, steps)
+    plays, lessons, steps = [], [], 48
+    for _ in range(steps // 8):
+        play, lesson = dreamer.play(None, 8)
+        plays.append(play)
+        lessons.append(lesson)
+        for part in (seen, chances, states):
+            part.pop()  # the look at what comes after the last step
+    data = {key: torch.cat([play[key][:8] for play in plays]) for key in plays[0]}
     new_ones = 0
     for hop in range(hops):
         for game in range(num):
@@ -356,7 +362,7 @@ def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
                 own = slice(hop * others, (hop + 1) * others)
                 nobody_known = torch.equal(before[own, game], minds.inference.start(1)[own, 0])
                 if t > 0 and nobody_known:
-                    assert data["ends"][t - 1, hop, game]  # others come with an episode only
+                    assert t % 8 == 0
                     carry, new_ones = minds.inference.start(1).detach(), new_ones + 1
                 elif t > 0:
                     assert torch.equal(types[own, game], states[t - 1][0][own, game])
@@ -364,16 +370,23 @@ def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
                 x = torch.zeros(hops * others, 1, seen[t].shape[-1])
                 for other in range(others):
                     x[hop * others + other] = seen[t][1 + other, row].float()
+                if t % 8 == 0:
+                    assert torch.allclose(lessons[t // 8]["carry"][own, game], carry[own, 0], atol=1e-5)
                 carry, mean, _ = minds.inference.step(carry, x)
                 told = mean[hop * others:(hop + 1) * others, 0].flatten()
                 assert torch.allclose(data["x"][t, hop, game, :others * dim], told, atol=1e-5), (hop, game, t)
                 for other in range(others):
                     pair = hop * others + other
                     one = x[pair][None]
+                    lesson = {key: part[pair, t % 8, game] for key, part in lessons[t // 8].items() if key != "carry"}
+                    assert torch.equal(lesson["x"], one[0, 0]) and lesson["over"] == data["ends"][t, hop, game]
                     goal, _ = goals.inference.read(types[pair, game][None, None], goals.inference.glance(one))
                     legal = (one[0, 0, -7:] != 0).float()
                     mixed = (1 - tremble[hop, game]) * goals.moa(one, goal).exp()[0, 0] + tremble[hop, game] * legal / legal.sum()
                     assert torch.allclose(chances[t][row, other], mixed, atol=1e-5)
+                    assert chances[t][row, other, lesson["action"]] > 0 and lesson["there"] >= (legal.sum() > 1)
+                    if t + 1 < steps and (t + 1) % 8 and not lesson["over"]:  # the next view shows what was done
+                        assert minds.inference.played(seen[t + 1][1 + other, row][None, None]) == lesson["action"]
                 if data["ends"][t, hop, game]:
                     carry = script.next_episode(carry, torch.ones(1, dtype=torch.bool), args.hypotheses)
     assert new_ones > 3 and (states[-1][1] > 0).any()
