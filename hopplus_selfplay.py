@@ -215,7 +215,7 @@ class Args(RunArgs, GameArgs):
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
     soft_coef: float = 0.05
     """at the start, what a player earns on top for each nat of its policy's entropy, in every imagined step in
-    which others are there"""
+    which others are there, strangers apart"""
     soft_until: float = 0.4
     """share of the run over which soft_coef falls to 0"""
     vf_coef: float = 0.5
@@ -2593,6 +2593,9 @@ class Strangers(Imagination):
         self.lesson = []
         carry = self.carry[:, :self.LESSON]
         dream = super().play(data, num_steps)
+        # strangers do not learn, so nobody is paid for trying things out with them: while that was paid (soft_coef), players
+        # idled among hare hunters instead of taking the last hare
+        dream["entropy"] = torch.zeros_like(dream["entropy"])
         lesson = {key: torch.stack([step[key] for step in self.lesson], 1) for key in self.lesson[0]}  # [P, T, ..]
         return dream, lesson | {"carry": carry}
 
