@@ -12,8 +12,8 @@ program. A run first warms up offline on rule-based play (goals, models of other
 
     act       believe something about each other player's goal; search the position in several trees, each with a draw
               of the goals from the belief; play the improved policy that the search returns
-    learn     the models of others and the beliefs from what was really played; the policy and the value from the
-              search's result, and by PPO from imagined games against the models of the others
+    learn     the models of others and the beliefs from what was really played, and from imagined meetings with
+              strangers; the policy and the value from the search's result, and by PPO from imagined games
 
 The run prints one moving line, then tables of returns with and without search, and leaves everything in
 `runs/<run name>/`.
@@ -137,7 +137,8 @@ class Args(RunArgs, GameArgs):
     horizon: int = 35
     """steps within which a goal is looked for in hindsight"""
     moa_samples: Literal["present", "rewarded"] = "present"
-    """the models of others learn from all who are there, or only from those that went on to catch something"""
+    """of what is really played, the models of others learn from all who are there, or only from those that went on to
+    catch something"""
     search: Literal["mcts", "one-step", "none"] = "mcts"
     """plan by tree search, by looking one move ahead, or not at all"""
     search_model: Literal["learned", "rules"] = "learned"
@@ -185,7 +186,7 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 2e-3
     """step size of Adam for the models of others and the inference of goals; the latter's falls to a tenth over the run,
-    the former's to 0 near its end"""
+    the former's to 0 with the fourth root of what is left of it"""
     moa_epochs: int = 2
     """times that the models of others go through the steps just played"""
     moa_minibatches: int = 12
@@ -1783,7 +1784,7 @@ class Mind:
         seen = x[1:].flatten(0, 1)  # [(N-1) * L, M, F]
         mask = seen[..., -NUM_ACTIONS:] != 0
         if self.uniform:
-            chances = mask / mask.sum(-1, keepdim=True)
+            chances = mask / mask.sum(-1, keepdim=True).clamp(min=1)
         else:
             hidden = F.relu(torch.baddbmm(self.first, seen, self.view))
             hidden = F.relu(torch.baddbmm(self.hidden[0], hidden, self.hidden[1]))
@@ -2339,7 +2340,7 @@ def warm_up_goals(args, num_inputs, record):
     optimizer = torch.optim.Adam(goals.parameters(), lr=WARMUP_RATE, eps=1e-5, fused=True)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     steps, envs = record["over"].shape
-    pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(envs, generator=generator).split(16)]
+    pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(envs, generator=generator, device=args.device).split(16)]
     for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
         for group in optimizer.param_groups:
             group["lr"] = WARMUP_RATE * (1 - done / len(pieces))
@@ -2541,9 +2542,9 @@ class Strangers(Imagination):
     What the warm-up's inference knew of a player at the end of a recorded meeting is taken as its type: with it and its
     present view a stranger has a goal at each step, and acts by the warm-up's model of others. In some meetings (--tremble)
     their hands tremble: a share of their actions, from none to all, is drawn at random from the legal ones, so that
-    there are more ways to play than the record shows. The player's own belief about them follows what they do, within
-    the episode and on to the next, as in a real meeting; the policy learns what to make of each, and the inference to tell
-    them apart (`learn_strangers`).
+    there are more ways to play than the record shows. The player's own belief about them follows what they do while it is
+    there itself, within the episode and on to the next; the policy learns what to make of each, and the inference to
+    tell them apart (`learn_strangers`).
 
     The strangers' networks stay as the warm-up left them: those of self-play learn that whoever stands on the stag hunts it,
     and one such hunt in twenty games makes waiting among hare hunters look worth while.
@@ -2630,7 +2631,7 @@ class Strangers(Imagination):
         goal, _ = self.networks.inference.read(self.types.flatten(0, 1)[None], self.networks.inference.glance(row))
         mask = row[..., -NUM_ACTIONS:] != 0
         chances = self.networks.moa(row, goal).exp().view(*shape, NUM_ACTIONS)
-        uniform = (mask / mask.sum(-1, keepdim=True)).view(chances.shape)
+        uniform = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).view(chances.shape)
         tremble = self.tremble[:, None, :, None]
         chances = ((1 - tremble) * chances + tremble * uniform).transpose(1, 2).flatten(0, 1)  # [L * num, N-1, 7]
         return told, log_probs.flatten(0, 1), value.flatten(), chances
@@ -2732,7 +2733,7 @@ def learn_others(meeting, chunks, optimizer, generator):
 
     chunks are dicts of play_steps, or of the warm-up's record to keep what was learned there; "carry" is the inference's
     memory before each. The models learn to predict with the goal in hindsight and with what is believed. Each chunk is
-    given the belief held now about it. -> dict of means over the chunks [P]
+    given the samples that a buffer takes in, with the belief held now. -> dict of means over the chunks [P]
     """
     args, minds, pairs = meeting.args, meeting.minds, meeting.pairs
     totals = []
@@ -2752,8 +2753,6 @@ def learn_others(meeting, chunks, optimizer, generator):
                 losses["hypotheses_loss"] = -masked_mean(likely.flatten(1), weight)
                 goals = (hindsight, mean, mean + (0.5 * logvar).exp() * noise[1])
                 losses["inference_loss"] = masked_mean(gaussian_kl(goal, goal_logvar, mean, logvar).flatten(1), weight)
-                shape = (len(meeting.hop_seats), -1)
-                data["mean"], data["logvar"] = (part.detach().transpose(0, 1).unflatten(1, shape) for part in (mean, logvar))
             else:
                 goals = (goal if args.goals == "prey" else torch.zeros_like(goal),)
             losses["loss"] = action_loss(minds.moa, x.flatten(1, 2), [part.flatten(1, 2) for part in goals],
@@ -2766,17 +2765,19 @@ def learn_others(meeting, chunks, optimizer, generator):
             if args.goals == "latent":
                 clip_gradients(minds.inference, args.max_grad_norm)
             optimizer.step()
-            belief = (mean, logvar) if args.goals == "latent" else (goals[0], torch.full_like(goals[0], -math.inf))
-            data["belief"] = dict(zip(("mean", "logvar"), (part.detach().flatten(1, 2).half() for part in belief)))
+            data["belief"] = (mean.detach(), logvar.detach()) if args.goals == "latent" else (
+                goals[0], torch.full_like(goals[0], -math.inf))
             totals.append({key: value.detach() for key, value in losses.items()})
     for data, _, _, weight, *_ in prepared:
         data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
-                           "weight": weight.bool(), **data["belief"]}
+                           "weight": weight.bool(),
+                           **{key: part.flatten(1, 2).half() for key, part in zip(("mean", "logvar"), data["belief"])}}
     losses = {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
     if args.goals in ("latent", "prey"):
         data, _, _, weight, goal, _ = prepared[0]
-        belief = [data[key].permute(1, 2, 0, 3, 4).flatten(0, 1) for key in ("mean", "logvar")]
-        losses["belief_accuracy"] = belief_accuracy(*belief, goal, weight, args.goals == "prey")
+        held = data["belief"] if args.goals == "latent" else [
+            data[key].permute(1, 2, 0, 3, 4).flatten(0, 1) for key in ("mean", "logvar")]
+        losses["belief_accuracy"] = belief_accuracy(*held, goal, weight, args.goals == "prey")
     return losses
 
 
@@ -2806,6 +2807,7 @@ class Recent:
 
     def add(self, columns):
         """Takes in steps, x and action of each seat [N, M, ..], weight and belief of each pair [P, M, ..], for the oldest."""
+        columns = {key: value[:, -self.capacity:] for key, value in columns.items()}
         weight = columns["weight"]
         if self.columns is None:
             self.columns = {key: value.new_zeros(len(value), self.capacity, *value.shape[2:]) for key, value in columns.items()}
@@ -2849,8 +2851,8 @@ def polish_models(meeting, memories, optimizer, generator):
     """Trains the models of others alone on steps of the buffers, fifteen of sixteen from the first one, of real games:
     predicting takes more data than the last few steps hold.
 
-    Each time a step comes up its goals are drawn anew from the belief, as a search draws them. With the same goal each time
-    a model learns to know the step again by it, and predicts new ones worse.
+    Each time a step comes up its latent goals are drawn anew from the belief, as a search draws them. With the same goal each
+    time a model learns to know the step again by it, and predicts new ones worse.
     """
     args, moa = meeting.args, meeting.minds.moa
     few = args.moa_minibatch_size // 16 * (len(memories) - 1)
@@ -2943,7 +2945,9 @@ def resolve_flags(args, free=("total_timesteps",)):
         raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
     values = {}
     for field in dataclasses.fields(args):
-        given, before = getattr(args, field.name), saved.get(field.name)
+        if field.name not in saved:
+            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
+        given, before = getattr(args, field.name), saved[field.name]
         before = tuple(before) if isinstance(before, list) else before
         values[field.name] = before
         if given == field.default or given == before or field.name == "resume":
@@ -3023,6 +3027,15 @@ def load_checkpoint(path, flag):
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
     return checkpoint
+
+
+def on_device(state, device):
+    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
+    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 class Interrupt:
@@ -3156,6 +3169,13 @@ def check_flags(args):
         raise Refused(f"--players {' '.join(args.players)}: HOP+ models others, so there must be two players or more")
     if args.prize_floor is not None and not 0 < args.prize_floor < math.inf:
         raise Refused(f"--prize-floor {args.prize_floor} must be greater than 0 and finite, or None")
+    for reason, unused in ((args.goals != "latent" and f"--goals {args.goals}",
+                            ("strangers", "tremble", "mix", "rehearse", "vae_checkpoint")),
+                           (args.imagined_ratio == 0 and "--imagined-ratio 0", ("strangers", "tremble", "fresh")),
+                           (args.strangers == 0 and "--strangers 0", ("tremble",))):
+        for name in unused if reason else ():
+            if getattr(args, name) != getattr(Args, name):
+                raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} means nothing with {reason}")
     if args.goals == "prey" and args.goal_dim < 2:
         raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
     if args.simulations % args.trees:
@@ -3331,9 +3351,8 @@ def build_players(args):
     meeting = Meeting(args, args.num_envs, args.seed)
     num_inputs = features(meeting.observation).shape[-1]
     record = goals = None
-    if args.goals in ("latent", "prey"):
-        record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
     if args.goals == "latent":
+        record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
         goals = warm_up_goals(args, num_inputs, record)
         meeting.minds.take_over(goals)
     if args.search_model == "learned":
@@ -3492,8 +3511,11 @@ def watch(args):
 
 
 def train(args):
-    checkpoint = args.resume and load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}")
+    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
+                                           args.device)
     meeting, record, goals = build_players(args)
+    if checkpoint and goals:
+        goals.load_state_dict(checkpoint["goals"])
     folder = open_run(args)
     minds = meeting.minds
     warm_seconds = time.perf_counter() - START
@@ -3504,9 +3526,9 @@ def train(args):
     returns = Returns(args.num_envs, len(args.players), args.device)
     thresholds = Thresholds(args.thresholds)
     imagined = round(args.imagined_ratio * args.num_envs)
-    rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse and args.goals == "latent" else None
+    rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse else None
     kept = deque(maxlen=args.buffer_size // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
-    strange = round(imagined * args.strangers) if rehearsal is not None else 0
+    strange = round(imagined * args.strangers) if goals is not None else 0
     imagination = Imagination(meeting, imagined - strange, generator) if imagined > strange else None
     strangers = Strangers(meeting, strange, generator, record, goals) if strange else None
     memories = [Recent(args.buffer_size, meeting.pairs) for _ in range(1 if rehearsal is None else 2)]
@@ -3547,7 +3569,7 @@ def train(args):
             "thresholds": thresholds.reached, "kept": list(kept),
             "memories": [memory.get_state() for memory in memories],
             "imagination": imagination.get_state() if imagination else None,
-            "strangers": strangers.get_state() if strangers else None,
+            "strangers": strangers.get_state() if strangers else None, "goals": goals.state_dict() if goals else None,
             "rehearsal": rehearsal.get_state() if rehearsal else None,
             "world_model": meeting.model.weights if args.search_model == "learned" else None,
             "world_model_config": meeting.model.config if args.search_model == "learned" else None})
@@ -3573,7 +3595,7 @@ def train(args):
             left = 1 - timesteps / args.total_timesteps  # the share of the run that is still to come
             for group in optimizer.param_groups:
                 group["lr"] = args.learning_rate * left
-            # the models of others learn at nearly full speed until the end, for whom they model changes until then
+            # those whom the models predict change until the end: their rate falls late
             for group, share in zip(others_optimizer.param_groups, (left**0.25, max(left, 0.1))):
                 group["lr"] = args.moa_learning_rate * share
             ent_coef = args.ent_coef * left
@@ -3594,7 +3616,7 @@ def train(args):
                 "x", "joint", "present", "left", "ends", "over", "after", "rewards", "values", "carry")})
             chunks = [data | {"carry": data["carry"][0]}]
             if len(kept) > 1:
-                older = kept[int(torch.randint(len(kept) - 1, (), generator=generator))]
+                older = kept[int(torch.randint(len(kept) - 1, (), generator=generator, device=args.device))]
                 chunks.append(older | {"carry": older["carry"][0]})
             if rehearsal is not None:
                 chunks.append(rehearsal.next())

@@ -1110,7 +1110,9 @@ def resolve_flags(args, free=("total_timesteps",)):
         raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
     values = {}
     for field in dataclasses.fields(args):
-        given, before = getattr(args, field.name), saved.get(field.name)
+        if field.name not in saved:
+            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
+        given, before = getattr(args, field.name), saved[field.name]
         before = tuple(before) if isinstance(before, list) else before
         values[field.name] = before
         if given == field.default or given == before or field.name == "resume":
@@ -1190,6 +1192,15 @@ def load_checkpoint(path, flag):
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
     return checkpoint
+
+
+def on_device(state, device):
+    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
+    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 class Interrupt:
@@ -1361,7 +1372,8 @@ def main(args):
     check_flags(args)
     prepare_torch(args)
     table = Table(args, args.num_envs, args.seed)
-    checkpoint = args.resume and load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}")
+    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
+                                           args.device)
     folder = open_run(args)
 
     agent = table.agent

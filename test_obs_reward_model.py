@@ -1225,7 +1225,7 @@ def count_breaches(batch, view, reward, args):
     planes = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
     players, ground = planes[:, :-3], planes[:, -3:] > 0.5
     present = batch["cell"] < cells
-    places, (most, cell) = (players > 0.5).sum(2), players.max(2)
+    places, (_, cell) = (players > 0.5).sum(2), players.max(2)
     on_board = players.sum(2)
     row, column = torch.where(present, batch["cell"], 0) // width, torch.where(present, batch["cell"], 0) % width
     far = (row - cell // width).abs() + (column - cell % width).abs() > 1

@@ -1313,7 +1313,9 @@ def resolve_flags(args, free=("total_timesteps",)):
         raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
     values = {}
     for field in dataclasses.fields(args):
-        given, before = getattr(args, field.name), saved.get(field.name)
+        if field.name not in saved:
+            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
+        given, before = getattr(args, field.name), saved[field.name]
         before = tuple(before) if isinstance(before, list) else before
         values[field.name] = before
         if given == field.default or given == before or field.name == "resume":
@@ -1393,6 +1395,15 @@ def load_checkpoint(path, flag):
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
     return checkpoint
+
+
+def on_device(state, device):
+    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
+    if isinstance(state, torch.Tensor):
+        return state.to(device)
+    if isinstance(state, dict):
+        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
+    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
 
 
 class Interrupt:
@@ -1550,7 +1561,8 @@ def main(args):
     args = resolve_flags(args)
     boards = check_flags(args)
     prepare_torch(args)
-    checkpoint = args.resume and load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}")
+    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
+                                           args.device)
     learned, held_out = gather_data(args, boards)
     starts = {name: window_starts(data, args.rollout_steps) for name, data in learned.items()}
     for name, data in learned.items():

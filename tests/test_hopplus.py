@@ -466,6 +466,20 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path, monkeypatch):
     assert same(weights(tmp_path / "halves"), weights(tmp_path / "whole"))
 
 
+def test_what_another_version_began_is_not_resumed(tmp_path):
+    config = {"script": "hopplus_selfplay.py", **{key: value for key, value in vars(script.Args()).items() if key != "tremble"}}
+    script.save_json(str(tmp_path / "config.json"), config)
+    with pytest.raises(script.Refused, match="begun by another version of hopplus_selfplay.py"):
+        script.resolve_flags(script.Args(resume=str(tmp_path)))
+
+
+def test_a_checkpoint_moves_to_a_device_but_for_random_generators():
+    state = {"generator": torch.ones(2), "parts": [(torch.ones(3), None), {"clock": torch.ones(1), "generator": torch.ones(1)}], "n": 3}
+    moved = script.on_device(state, "meta")
+    assert moved["generator"].device.type == moved["parts"][1]["generator"].device.type == "cpu" and moved["n"] == 3
+    assert moved["parts"][0][0].is_meta and moved["parts"][0][1] is None and moved["parts"][1]["clock"].is_meta
+
+
 def test_a_trained_player_meets_strangers_and_can_be_watched(tmp_path, capsys):
     script.main(flags(tmp_path, run_name="trained", eval_episodes=0, eval_policy_episodes=0))
     trained = str(tmp_path / "trained")
@@ -479,6 +493,17 @@ def test_a_trained_player_meets_strangers_and_can_be_watched(tmp_path, capsys):
     assert script.main(flags(tmp_path, mode="watch", checkpoint=trained)) == 0
     printed = capsys.readouterr().out
     assert "step 0, 35 left" in printed and "believes of player" in printed and "search expects" in printed
+
+
+@pytest.mark.parametrize("changes, words", [
+    ({"goals": "zero", "tremble": 0.3}, "--tremble 0.3 means nothing with --goals zero"),
+    ({"goals": "prey", "mix": ("ns",)}, "means nothing with --goals prey"),
+    ({"imagined_ratio": 0.0, "strangers": 0.5}, "--strangers 0.5 means nothing with --imagined-ratio 0"),
+    ({"strangers": 0.0, "tremble": 0.0}, "--tremble 0.0 means nothing with --strangers 0"),
+])
+def test_a_flag_that_would_be_ignored_is_refused(tmp_path, changes, words):
+    with pytest.raises(script.Refused, match=words):
+        script.check_flags(script.Args(**changes))
 
 
 @pytest.mark.parametrize("line, words", [
