@@ -22,6 +22,8 @@ RUNS = {
     "no-search": "--search none",
     "one-step": "--search one-step",
     "no-imagination": "--imagined-ratio 0",
+    "no-strangers": "--strangers 0",
+    "no-tremble": "--tremble 0",
     "goals-zero": "--goals zero",
     "goals-none": "--goals none",
     "goals-prey": "--goals prey",
