@@ -172,7 +172,7 @@ class Args(RunArgs, GameArgs):
     """meetings of rule-based players played side by side for the warm-up, each of four episodes or more"""
     warmup_epochs: int = 8
     """times that the warm-up of goals and models of others goes through them"""
-    warmup_updates: int = 400
+    warmup_updates: int = 1_200
     """gradient steps of the world model in the warm-up"""
     mix: tuple[str, ...] = ("ns", "nh")
     """rule-based players of the warm-up"""
