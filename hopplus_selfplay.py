@@ -3746,6 +3746,10 @@ def train(args):
                                                   "cross_entropy_floor"))] for kind, moa in results["moa"].items()]
     print_table("models of others, on fresh games", rows)
     results["belief_accuracy"] = losses["belief_accuracy"].mean().item() if "belief_accuracy" in losses else None
+    if args.search_model == "learned":
+        results["world_model"] = score_world(args, meeting)
+        print("\nworld model, on fresh mixed games: " + ", ".join(
+            f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     draw_curves(results, os.path.join(folder, "pictures", "learning.png"))
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{timesteps} real steps ({imagined_steps} imagined, {simulated} simulations) in {trained_seconds:.0f} s, of which "
@@ -3792,6 +3796,22 @@ def model_exactness(meeting, data):
     same &= ((reward - true_reward).abs() < 0.01) & (over == true_over)
     present = data["present"][:, meeting.hop_seats[0]].flatten()
     return same[present].float().mean().item()
+
+
+@torch.no_grad()
+def score_world(args, meeting, rows=20_000):
+    """The share of the steps of fresh mixed games, crowds and failed hunts among them, that the learned model foresees
+    exactly; real games meet few of these, imagined ones learn from all. -> shares of whole steps and of rewards"""
+    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
+    data = collect(board | {"num_players": len(args.players)}, rows, args.seed + 1_000_000, args.device)
+    data = pick_rows(data, torch.arange(rows, device=args.device))
+    cell, ground, reward, terminated, over = meeting.model.tables.step(data["cell"], data["ground"], data["actions"], data["step"],
+                                                                       data["steps_left"])
+    paid = (reward - data["reward"]).abs() < 0.01
+    whole = paid & (cell == data["next_cell"]).all(1) & (ground == data["next_ground"]).all(1)
+    whole &= (terminated == data["terminated"]) & (over == data["over"])
+    there = data["cell"][:, 0] < meeting.game.cells
+    return {"steps": whole[there].float().mean().item(), "rewards": paid[there].float().mean().item()}
 
 
 def main(args):

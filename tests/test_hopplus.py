@@ -447,6 +447,8 @@ def test_a_short_run_leaves_its_results(tmp_path, changes):
         updates = 256 // (args.num_envs * args.num_steps)
         assert len(results["search_curve"]) == updates.bit_length()
         assert all({"timesteps", "searched", "policy"} == set(point) for point in results["search_curve"])
+    assert ("world_model" in results) == (args.search_model == "learned")
+    assert all(0 <= share <= 1 for share in results.get("world_model", {}).values())
     assert (results["belief_accuracy"] is not None) == (args.goals in ("latent", "prey"))
 
 
