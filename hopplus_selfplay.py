@@ -2469,30 +2469,33 @@ class Imagination:
 
     def __init__(self, meeting, num, generator):
         self.meeting, self.num, self.generator = meeting, num, generator
-        self.state = self.told = self.goals = None
+        self.state = self.told = self.goals = self.data = None
 
-    def draw_states(self, data):
-        """Draws steps of recorded games, more of those that begin an episode (--fresh). -> rows [L, num], states there"""
+    def start_from(self, data):
+        """Takes recorded games to start from, each at any step at which the player is there, more often at its begin (--fresh)."""
         meeting, args = self.meeting, self.meeting.args
-        flat = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
+        self.data, self.starts = data, {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
         present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
-        first = present * (flat["clock"] == 0)
+        first = present * (self.starts["clock"] == 0)
         share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
-        chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9)
-        picked = torch.multinomial(chance + 1e-9, self.num, replacement=True, generator=self.generator)
-        turned = {name: flat[name][meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
+        self.chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9) + 1e-9
+
+    def draw_states(self):
+        """Draws steps of the recorded games. -> rows [L, num], states there"""
+        picked, flat = torch.multinomial(self.chance, self.num, replacement=True, generator=self.generator), self.starts
+        turned = {name: flat[name][self.meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
                   for name in ("cell", "previous")}
         column = picked.flatten()
         return picked, {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
                         "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
 
-    def go_on(self, data, over, moves):
+    def go_on(self, over, moves):
         """Begins other games where one is over [L, num]; moves [L * num, N-1] is what the others just did."""
-        picked, state = self.draw_states(data)
+        picked, state = self.draw_states()
         each = torch.arange(len(picked), device=picked.device)[:, None]
         at = lambda belief: belief.permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked]  # [L, num, N-1, G]
-        told = self.meeting.told(at(data["mean"]).transpose(1, 2))
-        goals = self.meeting.draw_goals(at(data["mean"]), at(data["logvar"]), self.generator)
+        mean, logvar = at(self.data["mean"]), at(self.data["logvar"])
+        told, goals = self.meeting.told(mean.transpose(1, 2)), self.meeting.draw_goals(mean, logvar, self.generator)
         if self.state is None:
             self.state, self.told, self.goals = state, told, goals
         self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
@@ -2510,8 +2513,10 @@ class Imagination:
         """num_steps more steps of all games. -> data as PPO's update takes it"""
         meeting, args = self.meeting, self.meeting.args
         shape = (len(meeting.hop_seats), self.num)
+        if data is not self.data:
+            self.start_from(data)
         if self.state is None:
-            self.go_on(data, torch.ones(shape, dtype=torch.bool, device=meeting.seats.device), None)
+            self.go_on(torch.ones(shape, dtype=torch.bool, device=meeting.seats.device), None)
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
             x = meeting.model.see(self.state)
@@ -2524,7 +2529,7 @@ class Imagination:
                               ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
-            self.go_on(data, over.view(shape), moves)
+            self.go_on(over.view(shape), moves)
         out["values"].append(self.think(meeting.model.see(self.state))[2].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
@@ -2556,7 +2561,7 @@ class Strangers(Imagination):
     def __init__(self, meeting, num, generator, record, goals):
         super().__init__(meeting, num, generator)
         self.networks = goals  # of the warm-up
-        self.record = {key: record[key] for key in ("state", "present")}
+        self.start_from({key: record[key] for key in ("state", "present")})
         self.cast = self.types_of(record)[meeting.pairs]  # [P, meetings, K]
         self.types = self.tremble = self.carry = None
 
@@ -2575,9 +2580,9 @@ class Strangers(Imagination):
         return torch.cat(answer, 1)
 
     @torch.no_grad()
-    def play(self, data, num_steps):
-        """As Imagination.play; some of the meetings are with others than before. -> data as PPO's update takes it, and as
-        `learn_strangers` takes it"""
+    def play(self, num_steps):
+        """As Imagination.play, from the games of the record; some of the meetings are with others than before. What
+        `learn_strangers` takes is in `lesson` after it."""
         length, others = len(self.meeting.hop_seats), len(self.cast) // len(self.meeting.hop_seats)
         rand = lambda: torch.rand(length, self.num, generator=self.generator, device=self.cast.device)
         new = rand() < (1 if self.state is None else 1 / self.MEETING)
@@ -2586,30 +2591,30 @@ class Strangers(Imagination):
         game = (rand() * self.cast.shape[1]).long().repeat_interleave(others, 0)[..., None]
         types = self.cast.gather(1, game.expand(-1, -1, self.cast.shape[2]))
         if self.state is None:
-            self.state, self.carry, self.types, self.tremble = self.draw_states(self.record)[1], start, types, shaken
+            self.state, self.carry, self.types, self.tremble = self.draw_states()[1], start, types, shaken
         self.renew(new)
         self.tremble = torch.where(new, shaken, self.tremble)
         new = new.repeat_interleave(others, 0)[..., None]
         self.carry, self.types = torch.where(new, start, self.carry), torch.where(new, types, self.types)
-        self.lesson = []
-        carry = self.carry[:, :self.LESSON]
-        dream = super().play(data, num_steps)
+        self.shown, carry = [], self.carry[:, :self.LESSON]
+        dream = super().play(self.data, num_steps)
         # strangers do not learn, so nobody is paid for trying things out with them: while that was paid (soft_coef), players
         # idled among hare hunters instead of taking the last hare
         dream["entropy"] = torch.zeros_like(dream["entropy"])
-        lesson = {key: torch.stack([step[key] for step in self.lesson], 1) for key in self.lesson[0]}  # [P, T, ..]
-        return dream, lesson | {"carry": carry}
+        self.lesson = {key: torch.stack([step[key] for step in self.shown], 1) for key in self.shown[0]}  # [P, T, ..]
+        self.lesson["carry"] = carry
+        return dream
 
     def renew(self, over):
         """Other boards where an episode is over [L, num]."""
-        _, state = self.draw_states(self.record)
+        _, state = self.draw_states()
         self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
 
-    def go_on(self, data, over, moves):
+    def go_on(self, over, moves):
         """Begins the next episode where one is over [L, num], with the same others."""
         pairs = over.repeat_interleave(len(self.cast) // len(over), 0)  # [P, num]
         moves = moves.unflatten(0, over.shape).transpose(1, 2).flatten(0, 1)  # [P, num]
-        self.lesson.append({key: part[:, :self.LESSON].clone() for key, part in (
+        self.shown.append({key: part[:, :self.LESSON].clone() for key, part in (
             ("x", self.seen), ("there", self.there), ("action", moves), ("over", pairs))})
         self.carry = next_episode(self.known, pairs, self.networks.inference.hypotheses)
         self.renew(over)
@@ -3633,9 +3638,8 @@ def train(args):
             policy_losses = {}
             dreams = [imagination.play(data, args.num_steps)] if imagination else []
             if strangers:
-                dream, lesson = strangers.play(None, args.num_steps)
-                dreams.append(dream)
-                losses |= learn_strangers(meeting, lesson, others_optimizer, generator)
+                dreams.append(strangers.play(args.num_steps))
+                losses |= learn_strangers(meeting, strangers.lesson, others_optimizer, generator)
             if dreams:
                 dream = {key: torch.cat([part[key] for part in dreams], 2) for key in dreams[0]}
                 imagined_steps += dream["actions"].numel()

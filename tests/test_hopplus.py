@@ -346,9 +346,8 @@ def test_imagined_strangers_are_met_as_real_ones_are(tmp_path):
     dreamer.think = spy
     plays, lessons, steps = [], [], 48
     for _ in range(steps // 8):
-        play, lesson = dreamer.play(None, 8)
-        plays.append(play)
-        lessons.append(lesson)
+        plays.append(dreamer.play(8))
+        lessons.append(dreamer.lesson)
         for part in (seen, chances, states):
             part.pop()  # the look at what comes after the last step
     data = {key: torch.cat([play[key][:8] for play in plays]) for key in plays[0]}
