@@ -4,8 +4,8 @@
     python benchmark/ablations.py --only full no-search --seeds 1 2 3
 
 Each run is an ordinary one of hopplus_selfplay.py in `--folder`. One that is finished is not run again, one that was
-stopped is resumed; the table is printed after each run and kept in `<folder>/ablations.md`. Players trained on the usual
-and on the scarce board also meet strangers (--mode adapt).
+stopped is resumed; the table is printed after each run and kept in `<folder>/ablations.md`. Players trained in self-play
+on 4x4 also meet strangers (--mode adapt): three hare hunters, and those of the full and the scarce runs others, too.
 """
 
 import dataclasses
@@ -37,8 +37,9 @@ RUNS = {
     "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5",
     "scarce": "--hares 2 --final-time 12",
 }
-STRANGERS = {"full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
-             "scarce": ("ns ns ns", "nh nh nh", "random random random")}
+STRANGERS = {name: ("nh nh nh",) for name, flags in RUNS.items() if "--players" not in flags and "--height" not in flags} | {
+    "full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
+    "scarce": ("ns ns ns", "nh nh nh", "random random random")}
 
 
 @dataclasses.dataclass
@@ -50,7 +51,7 @@ class Args:
     folder: str = os.path.join("runs", "benchmark-ablations")
     """where the runs and the table go"""
     strangers: bool = True
-    """let a trained player of the full runs meet strangers"""
+    """let a trained player meet strangers"""
     flags: str = ""
     """further flags for every training run"""
 
