@@ -1680,6 +1680,27 @@ class RulesModel:
 
     def __init__(self, game):
         self.scratch = game  # a game of its own, into which states are put to be played and looked at
+        # Tables for `see`: which features tell what, in the order of `features`; those from `nothing` on are none.
+        n, device, window = game.num_players, game.device, 2 * SIGHT + 1
+        own = window * window * (n + 2)  # after the window [row, plane, column]
+        previous = own + game.height + game.width
+        mask = previous + NUM_ACTIONS * n + 2  # the clock is in between
+        self.nothing, far = mask + NUM_ACTIONS, 1 << 20
+        place = torch.arange(game.cells, device=device)
+        row, column = place // game.width, place % game.width
+        offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [viewer's cell, other cell]
+        spot = offset(row) * (n + 2) * window + offset(column)
+        self.spot = F.pad(spot, (0, 1, 0, 1), value=far).int()  # [C+1, C+1]: who is on the last cell has left
+        self.place = F.pad(torch.stack([own + row, own + game.height + column], 1), (0, 0, 0, 1), value=far).int()
+        bits = torch.arange(256, device=device)
+        self.ground = torch.full((256,), far, dtype=torch.int32, device=device)  # by what is legal on a cell
+        for plane, those in enumerate((bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0), n - 1):
+            self.ground[those] = plane * window
+        players, actions = torch.arange(n, device=device), torch.arange(NUM_ACTIONS, device=device)
+        self.order = (players[:, None] + players) % n  # [viewer, k-th after it]
+        self.others = (players[:-1] * window).int()
+        self.previous = (previous + players * NUM_ACTIONS).int()
+        self.legal, self.bits = (mask + actions).int(), actions.to(torch.uint8)
 
     def put(self, state):
         self.scratch.num_envs = len(state["clock"])
@@ -1687,9 +1708,30 @@ class RulesModel:
             setattr(self.scratch, name, value)
         return self.scratch
 
-    def see(self, state):
+    def features(self, state):
         """Features of each player [N, B, F], the one in row 0 first in each state."""
         return features(self.put(state).observe())
+
+    def see(self, state):
+        """The same in fewer numbers. All features but the clock are small counts, most of them 0, so that what a first
+        layer makes of them is the sum of a few of its rows: on a CPU, in a tenth of the product's time.
+
+        -> the numbers of these rows [N, B, K] (the one after the last: nothing), step and steps left [B, 2], action
+        masks [N, B, 7]
+        """
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        n, many, cells = *cell.shape, len(board) - 1
+        viewer = cell.flatten()
+        ground = self.ground.index_select(0, board[:-1].T.flatten().int()).view(many, cells)
+        ground = self.spot[:, :-1].index_select(0, viewer).view(n, many, cells) + ground
+        others = cell[self.order[:, 1:]].transpose(1, 2)  # [N, B, N-1]
+        others = self.spot.flatten().index_select(0, (cell[..., None] * (cells + 1) + others).flatten()).view(others.shape)
+        previous = state["previous"][self.order].transpose(1, 2) + self.previous
+        mask = (board.gather(0, cell)[..., None] >> self.bits & 1).view(torch.bool)
+        place = self.place.index_select(0, viewer).view(n, many, 2)
+        rows = torch.cat([ground, others + self.others, place, previous, torch.where(mask, self.legal, self.nothing)], -1)
+        clock = torch.stack([clock, state["deadline"] - clock], -1).clamp(0, 255).float()
+        return rows.clamp(max=self.nothing), clock, mask
 
     def step(self, state, actions):
         """Plays joint moves [N, B]. -> the next state, the first player's reward [B], and where its game is over [B]"""
@@ -1758,36 +1800,39 @@ class Mind:
     def __init__(self, agent, moa, told, goals, uniform=False):
         self.told, self.uniform, self.shape = told, uniform, goals.shape[:3]
         length, _, others = self.shape
-        # What stays the same for all positions is computed once: the goals' part of the first layers, the scaled weights.
-        # The models of others are laid out [other, L], so that the views' rows [other, L * M] need not be moved.
+        # What stays the same for all positions is computed once: the goals' part of the first layers, their scaled rows.
+        # The models of others are laid out [other, L], as the views' rows [other, L * M] are.
         order = torch.arange(length * others, device=goals.device).view(length, others).T.flatten()
         pairs = goals.permute(2, 0, 1, 3).flatten(0, 1)  # [(N-1) * L, M, G]
-        self.first = torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])
-        self.view = moa.view.weight[order] * moa.scale[:, None]
+        w1, split = agent.w1 * agent.scale, told.shape[-1]
+        first = torch.baddbmm(agent.b1, told, w1[:, :split]), torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])
+        self.first = torch.cat(first)  # [N * L, M, hidden]: the player itself, then the others
+        weight = torch.cat([w1[:, split:], moa.view.weight[order] * moa.scale[:, None]])  # [N * L, F, hidden]
+        self.clock = weight[:, -NUM_ACTIONS - 2:-NUM_ACTIONS]
+        self.rows = F.pad(weight, (0, 0, 0, 1)).flatten(0, 1)  # with a row of zeros after each one's
+        self.begin = (torch.arange(len(weight), device=goals.device) * (weight.shape[1] + 1)).to(torch.int32)[:, None, None]
         self.hidden = moa.hidden.bias[order], moa.hidden.weight[order]
         self.action = moa.action.bias[order], moa.action.weight[order]
-        w1, split = agent.w1 * agent.scale, told.shape[-1]
-        self.own_first, self.own_view = torch.baddbmm(agent.b1, told, w1[:, :split]), w1[:, split:]
         self.own = agent
 
-    def think(self, x):
-        """Features [N, L * M, F] -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
+    def think(self, seen):
+        """What RulesModel.see gives -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
         length, many, others = self.shape
-        # Features lie column by column: moved as rows of M, and turned only for the product's sake, which needs no copy.
-        x = x.transpose(1, 2).unflatten(2, (length, many)).transpose(1, 2).contiguous().float().transpose(2, 3)
-        own, agent = x[0], self.own
-        hidden = torch.tanh(torch.baddbmm(self.own_first, own, self.own_view))
-        hidden = torch.tanh(torch.baddbmm(agent.b2, hidden, agent.w2))
-        mask = own[..., -NUM_ACTIONS:] != 0
-        log_probs = legal_log_softmax(torch.baddbmm(agent.b_actor, hidden, agent.w_actor), mask)
+        rows, clock, mask = seen
+        rows = (rows.unflatten(1, (length, many)).flatten(0, 1) + self.begin).flatten(0, 1)  # [N * L * M, K]
+        clock = clock.unflatten(0, (length, many)).repeat(others + 1, 1, 1)
+        first = F.embedding_bag(rows, self.rows, mode="sum").view_as(self.first)
+        first = first.add_(self.first).baddbmm_(clock, self.clock)
+        mask = mask.unflatten(1, (length, many)).flatten(0, 1)  # [N * L, M, 7]
+        agent = self.own
+        hidden = torch.tanh(torch.baddbmm(agent.b2, torch.tanh(first[:length]), agent.w2))
+        log_probs = legal_log_softmax(torch.baddbmm(agent.b_actor, hidden, agent.w_actor), mask[:length])
         value = torch.baddbmm(agent.b_critic, hidden, agent.w_critic)
-        seen = x[1:].flatten(0, 1)  # [(N-1) * L, M, F]
-        mask = seen[..., -NUM_ACTIONS:] != 0
+        mask = mask[length:]
         if self.uniform:
             chances = mask / mask.sum(-1, keepdim=True).clamp(min=1)
         else:
-            hidden = F.relu(torch.baddbmm(self.first, seen, self.view))
-            hidden = F.relu(torch.baddbmm(self.hidden[0], hidden, self.hidden[1]))
+            hidden = F.relu(torch.baddbmm(self.hidden[0], F.relu(first[length:]), self.hidden[1]))
             chances = legal_log_softmax(torch.baddbmm(self.action[0], hidden, self.action[1]), mask).exp()
         chances = chances.unflatten(0, (others, length)).permute(1, 2, 0, 3).flatten(0, 1)
         return log_probs.flatten(0, 1), value.flatten(), chances
@@ -1826,8 +1871,7 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
     trees, device = len(state["clock"]), state["clock"].device
     tree = torch.arange(trees, device=device)
     size = (simulations + 1) * trees
-    x = model.see(state)
-    log_probs, value, chances = mind.think(x)
+    log_probs, value, chances = mind.think(model.see(state))
     others = chances.shape[1]
     store = {name: torch.empty(*part.shape[:-1], size, dtype=part.dtype, device=device) for name, part in state.items()}
     policy = torch.empty(size, NUM_ACTIONS, device=device)
@@ -1837,9 +1881,9 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
     ended = torch.zeros(size, dtype=torch.bool, device=device)
     visits = torch.zeros(size, NUM_ACTIONS, device=device)
     totals = torch.zeros(size, NUM_ACTIONS, device=device)
-    child = torch.full((size, NUM_ACTIONS, outcomes), -1, device=device)
-    child_moves = torch.full((size, NUM_ACTIONS, outcomes), -1, device=device)
-    child_visits = torch.zeros(size, NUM_ACTIONS, outcomes, device=device)
+    child = torch.full((size * NUM_ACTIONS, outcomes), -1, dtype=torch.int32, device=device)
+    child_moves = torch.empty(size * NUM_ACTIONS, outcomes, dtype=torch.int64, device=device)
+    child_visits = torch.zeros(size * NUM_ACTIONS, outcomes, device=device)
     power = NUM_ACTIONS ** torch.arange(others, device=device)
 
     def put(number, state, log_probs, value, chances, reward=None, over=None):
@@ -1867,7 +1911,7 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
             moves = (chance <= number_drawn * chance[..., -1:]).sum(-1)  # [T, others]
             code = (moves * power).sum(-1)
             edge = row * NUM_ACTIONS + action
-            known, known_moves, met = (part.flatten(0, 1).index_select(0, edge) for part in (child, child_moves, child_visits))
+            known, known_moves, met = (part.index_select(0, edge) for part in (child, child_moves, child_visits))
             same = (known_moves == code[:, None]) & (known >= 0)  # [T, outcomes]
             children = (known >= 0).sum(-1)
             room = (children < outcomes) & (children < widening * (count.gather(1, action[:, None])[:, 0] + 1).sqrt())
@@ -1876,10 +1920,10 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
             found = same.any(-1)
             slot = torch.where(found, same.to(torch.uint8).argmax(-1), torch.where(room, children, again))
             fresh = ~found & room & going
-            path.append((row, action, slot, going))
+            path.append((row, edge, slot, going))
             parent = torch.where(going, row, parent)
             parent_action = torch.where(going, action, parent_action)
-            parent_slot = torch.where(going, slot, parent_slot)
+            parent_slot = torch.where(going, edge * outcomes + slot, parent_slot)
             parent_moves = moves if parent_moves is None else torch.where(going[:, None], moves, parent_moves)
             is_new |= fresh
             reached = known.gather(1, slot[:, None])[:, 0]
@@ -1890,22 +1934,21 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
             row = torch.where(going, reached_row, row)
             if not going.any():
                 break
-        before = {name: part[..., parent] for name, part in store.items()}
+        before = {name: part.index_select(-1, parent) for name, part in store.items()}
         after, reward, over = model.step(before, torch.cat([parent_action[None], parent_moves.T]))
         put(number, after, *mind.think(model.see(after)), reward, over)
         value = values[leaf_row]
         reached_row = leaf_row
-        for row, action, slot, valid in reversed(path):
+        for row, edge, slot, valid in reversed(path):
             # where the path ended higher up, this step was not taken
             value = torch.where(valid, rewards[reached_row] + gamma * value, value)
-            visits[row, action] += valid
-            totals[row, action] += torch.where(valid, value, 0.0)
-            child_visits[row, action, slot] += valid
+            count = valid.float()
+            visits.view(-1).index_add_(0, edge, count)
+            totals.view(-1).index_add_(0, edge, value * count)
+            child_visits.view(-1).index_add_(0, edge * outcomes + slot, count)
             reached_row = torch.where(valid, row, reached_row)
-        child[parent, parent_action, parent_slot] = torch.where(is_new, number, child[parent, parent_action, parent_slot])
-        code = (parent_moves * power).sum(-1)
-        child_moves[parent, parent_action, parent_slot] = torch.where(
-            is_new, code, child_moves[parent, parent_action, parent_slot])
+        for kept, new in ((child.view(-1), number), (child_moves.view(-1), (parent_moves * power).sum(-1))):
+            kept[parent_slot] = torch.where(is_new, new, kept[parent_slot])
     root = slice(0, trees)
     q = totals[root] / visits[root].clamp(min=1)
     return visits[root], q, policy[root], values[root], depth_reached / simulations
@@ -2503,10 +2546,11 @@ class Imagination:
         self.goals = torch.where(over[:, :, None, None], goals, self.goals)
 
     def think(self, x):
-        """Features [N, L * num, F] -> what the policy is told [L, num, ..], its log-probabilities [L * num, 7], values
-        [L * num], and the others' chances [L * num, N-1, 7]."""
+        """Of the present states, whose features are x [N, L * num, F]: what the policy is told [L, num, ..], its
+        log-probabilities [L * num, 7], values [L * num], and the others' chances [L * num, N-1, 7]."""
         minds = self.meeting.minds
-        return self.told, *Mind(minds.agent, minds.moa, self.told, self.goals, self.meeting.args.goals == "none").think(x)
+        mind = Mind(minds.agent, minds.moa, self.told, self.goals, self.meeting.args.goals == "none")
+        return self.told, *mind.think(self.meeting.model.see(self.state))
 
     @torch.no_grad()
     def play(self, data, num_steps):
@@ -2519,7 +2563,7 @@ class Imagination:
             self.go_on(torch.ones(shape, dtype=torch.bool, device=meeting.seats.device), None)
         out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
         for _ in range(num_steps):
-            x = meeting.model.see(self.state)
+            x = meeting.model.features(self.state)
             told, log_probs, value, chances = self.think(x)
             action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
             out["x"].append(torch.cat([told, x[0].float().unflatten(0, shape)], -1))
@@ -2530,7 +2574,7 @@ class Imagination:
                               ("rewards", reward * args.reward_scale), ("ends", over)):
                 out[key].append(part.unflatten(0, shape))
             self.go_on(over.view(shape), moves)
-        out["values"].append(self.think(meeting.model.see(self.state))[2].unflatten(0, shape))
+        out["values"].append(self.think(meeting.model.features(self.state))[2].unflatten(0, shape))
         out = {key: torch.stack(value) for key, value in out.items()}
         return out | {"present": torch.ones_like(out["ends"])}
 

@@ -147,13 +147,18 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path, floor):
 
 def test_the_mind_of_a_search_answers_as_the_networks_do(tmp_path):
     """What a search computes once for all positions changes nothing, and each model is asked about the right player."""
-    args = flags(tmp_path, players=("hop", "ns", "hop"), height=5)
+    args = flags(tmp_path, players=("hop", "ns", "hop"), height=5, width=9, stags=2, hares=9, max_blocks=2)
     meeting = script.Meeting(args, 7, 1)
     sharpen(meeting.minds)
-    x = meeting.model.see(script.ego_first(meeting.game, meeting.seats))  # [3, 2 * 7, F]
+    for _ in range(6):
+        meeting.game.advance(meeting.game.random_actions())
+    assert (meeting.game.cell == 45).any() and (meeting.game.board == 0).any()  # somebody has left, there are obstacles
+    state = script.ego_first(meeting.game, meeting.seats)
+    x = meeting.model.features(state)  # [3, 2 * 7, F]
     told, goals = torch.randn(2, 7, 2 * args.goal_dim), torch.randn(2, 7, 2, args.goal_dim)
     with torch.no_grad():
-        log_probs, value, chances = script.Mind(meeting.minds.agent, meeting.minds.moa, told, goals).think(x)
+        mind = script.Mind(meeting.minds.agent, meeting.minds.moa, told, goals)
+        log_probs, value, chances = mind.think(meeting.model.see(state))
         rows = x.float().unflatten(1, (2, 7))
         expected, expected_value = meeting.minds.agent(torch.cat([told, rows[0]], -1))
         assert torch.allclose(log_probs, expected.flatten(0, 1), atol=1e-4)
@@ -170,8 +175,8 @@ def test_the_mind_of_a_search_answers_as_the_networks_do(tmp_path):
 
 def exact_values(model, state, gamma):
     """The value of each own action against a co-player that draws uniformly from its legal actions, solved exactly."""
-    values, x = [-math.inf] * 7, model.see(state)
-    legal = [(x[player, 0, -7:] != 0).nonzero()[:, 0].tolist() for player in range(2)]
+    values, mask = [-math.inf] * 7, model.see(state)[2]
+    legal = [mask[player, 0].nonzero()[:, 0].tolist() for player in range(2)]
     for action in legal[0]:
         total = 0.0
         for move in legal[1]:
@@ -212,7 +217,7 @@ def test_each_player_searches_its_own_view_of_the_same_game(tmp_path):
     for name in one:
         rows = lambda x: x.unflatten(-1, (4, 20))
         assert torch.equal(rows(one[name])[..., 0, :], rows(two[name])[..., 1, :]), name
-    x = meeting.model.see(one)
+    x = meeting.model.features(one)
     observed = script.features(meeting.game.observe())
     for seat in range(4):
         for other in range(4):
