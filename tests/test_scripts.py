@@ -1,10 +1,12 @@
-"""What holds for every script alike: no name is used that the file does not have."""
+"""What holds for every script alike: no name is used that the file does not have, and docs/flags.md tells its flags."""
 
 import builtins
 import os
 import symtable
 
 import pytest
+
+from tests import flags
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SCRIPTS = sorted(name for name in os.listdir(os.path.join(HERE, "..")) if name.endswith(".py"))
@@ -34,3 +36,7 @@ def test_no_name_is_missing(script):
 
 def test_a_missing_name_is_found():
     assert missing_names("def one():\n    return two(len(three))\n\nthree = 3\n", "made up") == {"two"}
+
+
+def test_the_page_of_flags_is_that_of_the_scripts():
+    assert (flags.ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == flags.document(), "run: python tests/flags.py"
