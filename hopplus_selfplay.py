@@ -1680,27 +1680,29 @@ class RulesModel:
 
     def __init__(self, game):
         self.scratch = game  # a game of its own, into which states are put to be played and looked at
-        # Tables for `see`: which features tell what, in the order of `features`; those from `nothing` on are none.
-        n, device, window = game.num_players, game.device, 2 * SIGHT + 1
-        own = window * window * (n + 2)  # after the window [row, plane, column]
-        previous = own + game.height + game.width
-        mask = previous + NUM_ACTIONS * n + 2  # the clock is in between
-        self.nothing, far = mask + NUM_ACTIONS, 1 << 20
-        place = torch.arange(game.cells, device=device)
-        row, column = place // game.width, place % game.width
+        # Tables for `see`: which feature tells what, in the order of `features`; those from `nothing` on are none.
+        n, device, sight = game.num_players, game.device, 2 * SIGHT + 1
+        first_place = sight * sight * (n + 2)  # after the window [row, plane, column]
+        first_previous = first_place + game.height + game.width
+        first_legal = first_previous + NUM_ACTIONS * n + 2  # the clock is in between
+        self.nothing, far = first_legal + NUM_ACTIONS, 1 << 20
+        cells = torch.arange(game.cells, device=device)
+        row, column = cells // game.width, cells % game.width
         offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [viewer's cell, other cell]
-        spot = offset(row) * (n + 2) * window + offset(column)
+        spot = offset(row) * (n + 2) * sight + offset(column)
         self.spot = F.pad(spot, (0, 1, 0, 1), value=far).int()  # [C+1, C+1]: who is on the last cell has left
-        self.place = F.pad(torch.stack([own + row, own + game.height + column], 1), (0, 0, 0, 1), value=far).int()
+        place = torch.stack([first_place + row, first_place + game.height + column], 1)
+        self.place = F.pad(place, (0, 0, 0, 1), value=far).int()  # [C+1, 2]
+        # By what is legal on a cell [256], which holds one thing: a hare, where a model says that it holds a stag, too.
         bits = torch.arange(256, device=device)
-        self.ground = torch.full((256,), far, dtype=torch.int32, device=device)  # by what is legal on a cell
+        self.ground = torch.full((256,), far, dtype=torch.int32, device=device)
         for plane, those in enumerate((bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0), n - 1):
-            self.ground[those] = plane * window
+            self.ground[those] = plane * sight
         players, actions = torch.arange(n, device=device), torch.arange(NUM_ACTIONS, device=device)
         self.order = (players[:, None] + players) % n  # [viewer, k-th after it]
-        self.others = (players[:-1] * window).int()
-        self.previous = (previous + players * NUM_ACTIONS).int()
-        self.legal, self.bits = (mask + actions).int(), actions.to(torch.uint8)
+        self.others = (players[:-1] * sight).int()
+        self.previous = (first_previous + players * NUM_ACTIONS).int()
+        self.legal, self.bits = (first_legal + actions).int(), actions.to(torch.uint8)
 
     def put(self, state):
         self.scratch.num_envs = len(state["clock"])
@@ -1798,18 +1800,18 @@ class Mind:
     """
 
     def __init__(self, agent, moa, told, goals, uniform=False):
-        self.told, self.uniform, self.shape = told, uniform, goals.shape[:3]
+        self.uniform, self.shape = uniform, goals.shape[:3]
         length, _, others = self.shape
         # What stays the same for all positions is computed once: the goals' part of the first layers, their scaled rows.
         # The models of others are laid out [other, L], as the views' rows [other, L * M] are.
         order = torch.arange(length * others, device=goals.device).view(length, others).T.flatten()
         pairs = goals.permute(2, 0, 1, 3).flatten(0, 1)  # [(N-1) * L, M, G]
         w1, split = agent.w1 * agent.scale, told.shape[-1]
-        first = torch.baddbmm(agent.b1, told, w1[:, :split]), torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])
-        self.first = torch.cat(first)  # [N * L, M, hidden]: the player itself, then the others
+        self.goals = torch.cat([torch.baddbmm(agent.b1, told, w1[:, :split]),
+                                torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])])  # [N * L, M, hidden], itself first
         weight = torch.cat([w1[:, split:], moa.view.weight[order] * moa.scale[:, None]])  # [N * L, F, hidden]
         self.clock = weight[:, -NUM_ACTIONS - 2:-NUM_ACTIONS]
-        self.rows = F.pad(weight, (0, 0, 0, 1)).flatten(0, 1)  # with a row of zeros after each one's
+        self.view = F.pad(weight, (0, 0, 0, 1)).flatten(0, 1)  # with a row of zeros after each one's
         self.begin = (torch.arange(len(weight), device=goals.device) * (weight.shape[1] + 1)).to(torch.int32)[:, None, None]
         self.hidden = moa.hidden.bias[order], moa.hidden.weight[order]
         self.action = moa.action.bias[order], moa.action.weight[order]
@@ -1821,8 +1823,8 @@ class Mind:
         rows, clock, mask = seen
         rows = (rows.unflatten(1, (length, many)).flatten(0, 1) + self.begin).flatten(0, 1)  # [N * L * M, K]
         clock = clock.unflatten(0, (length, many)).repeat(others + 1, 1, 1)
-        first = F.embedding_bag(rows, self.rows, mode="sum").view_as(self.first)
-        first = first.add_(self.first).baddbmm_(clock, self.clock)
+        first = F.embedding_bag(rows, self.view, mode="sum").view_as(self.goals)
+        first = first.add_(self.goals).baddbmm_(clock, self.clock)
         mask = mask.unflatten(1, (length, many)).flatten(0, 1)  # [N * L, M, 7]
         agent = self.own
         hidden = torch.tanh(torch.baddbmm(agent.b2, torch.tanh(first[:length]), agent.w2))
@@ -1881,6 +1883,7 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
     ended = torch.zeros(size, dtype=torch.bool, device=device)
     visits = torch.zeros(size, NUM_ACTIONS, device=device)
     totals = torch.zeros(size, NUM_ACTIONS, device=device)
+    # [(node * T + tree) * 7 + action, outcome]: the child's number, -1 where there is none (and its moves mean nothing)
     child = torch.full((size * NUM_ACTIONS, outcomes), -1, dtype=torch.int32, device=device)
     child_moves = torch.empty(size * NUM_ACTIONS, outcomes, dtype=torch.int64, device=device)
     child_visits = torch.zeros(size * NUM_ACTIONS, outcomes, device=device)
@@ -1901,7 +1904,7 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
     for number in range(1, simulations + 1):
         row, path = tree, []  # the row of the node each tree stands at
         going = torch.ones(trees, dtype=torch.bool, device=device)
-        parent, parent_action, parent_slot, parent_moves = row, torch.zeros_like(row), torch.zeros_like(row), None
+        parent, parent_action, parent_place, parent_moves = row, torch.zeros_like(row), torch.zeros_like(row), None
         leaf_row, is_new = row, torch.zeros_like(going)
         for depth in range(min(number, max_depth)):
             count, prior, total, value, chance = (part.index_select(0, row) for part in (visits, policy, totals, values, drawn))
@@ -1920,10 +1923,11 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
             found = same.any(-1)
             slot = torch.where(found, same.to(torch.uint8).argmax(-1), torch.where(room, children, again))
             fresh = ~found & room & going
-            path.append((row, edge, slot, going))
+            place = edge * outcomes + slot  # of the outcome among all
+            path.append((row, edge, place, going))
             parent = torch.where(going, row, parent)
             parent_action = torch.where(going, action, parent_action)
-            parent_slot = torch.where(going, edge * outcomes + slot, parent_slot)
+            parent_place = torch.where(going, place, parent_place)
             parent_moves = moves if parent_moves is None else torch.where(going[:, None], moves, parent_moves)
             is_new |= fresh
             reached = known.gather(1, slot[:, None])[:, 0]
@@ -1939,16 +1943,16 @@ def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, wi
         put(number, after, *mind.think(model.see(after)), reward, over)
         value = values[leaf_row]
         reached_row = leaf_row
-        for row, edge, slot, valid in reversed(path):
+        for row, edge, place, valid in reversed(path):
             # where the path ended higher up, this step was not taken
             value = torch.where(valid, rewards[reached_row] + gamma * value, value)
-            count = valid.float()
-            visits.view(-1).index_add_(0, edge, count)
-            totals.view(-1).index_add_(0, edge, value * count)
-            child_visits.view(-1).index_add_(0, edge * outcomes + slot, count)
+            once = valid.float()
+            visits.view(-1).index_add_(0, edge, once)
+            totals.view(-1).index_add_(0, edge, value * once)
+            child_visits.view(-1).index_add_(0, place, once)
             reached_row = torch.where(valid, row, reached_row)
         for kept, new in ((child.view(-1), number), (child_moves.view(-1), (parent_moves * power).sum(-1))):
-            kept[parent_slot] = torch.where(is_new, new, kept[parent_slot])
+            kept[parent_place] = torch.where(is_new, new, kept[parent_place])
     root = slice(0, trees)
     q = totals[root] / visits[root].clamp(min=1)
     return visits[root], q, policy[root], values[root], depth_reached / simulations

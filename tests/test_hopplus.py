@@ -173,6 +173,29 @@ def test_the_mind_of_a_search_answers_as_the_networks_do(tmp_path):
                 assert torch.allclose(chances.unflatten(0, (2, 7))[hop, :, other], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize("board", [{}, {"height": 9, "width": 5, "stags": 3, "hares": 7, "max_blocks": 3},
+                                   {"players": ("hop", "hop"), "height": 1, "width": 12}, {"final_time": 300}])
+@pytest.mark.parametrize("learned", [False, True])
+def test_what_the_search_looks_up_are_the_features(tmp_path, board, learned):
+    """Row numbers, clock and mask of `see` tell the same as the features, count by count."""
+    meeting = script.Meeting(flags(tmp_path, **board), 9, 4)
+    torch.manual_seed(1)
+    model = script.LearnedModel(meeting.model.scratch, script.WorldModel(hidden_size=8)) if learned else meeting.model
+    state, gone = script.ego_first(meeting.game, meeting.seats), False
+    for step in range(12):
+        x = model.features(state).long()
+        rows, clock, mask = model.see(state)
+        assert rows.max() <= x.shape[-1]
+        counts = torch.zeros(*x.shape[:2], x.shape[-1] + 1, dtype=torch.int64).scatter_add_(2, rows.long(), torch.ones_like(rows).long())
+        counts[..., -10:-8] += clock.long()
+        assert torch.equal(counts[..., :-1], x) and torch.equal(mask, x[..., -7:] != 0)
+        gone |= bool((state["cell"] == meeting.game.cells).any())
+        state = model.step(state, torch.randint(7, state["cell"].shape))[0]
+        if step == 8:
+            state["clock"] = state["clock"] + 250  # more than a byte holds
+    assert gone or learned
+
+
 def exact_values(model, state, gamma):
     """The value of each own action against a co-player that draws uniformly from its legal actions, solved exactly."""
     values, mask = [-math.inf] * 7, model.see(state)[2]
