@@ -2837,18 +2837,21 @@ def learn_others(meeting, chunks, optimizer, generator):
 def learn_strangers(meeting, lesson, optimizer, generator):
     """Trains the inference and the models of others on imagined meetings with strangers: who plays as nobody in the record does
     is to be told from those who do. -> dict of losses [P]"""
-    minds, action = meeting.minds, lesson["action"]
-    x, weight = lesson["x"].flatten(1, 2), lesson["there"].float().flatten(1)
-    mean, logvar, likely, _ = infer_goals(minds.inference, lesson["x"], lesson["carry"], action, lesson["over"])
-    noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-    goals = [part.flatten(1, 2) for part in (mean, mean + (0.5 * logvar).exp() * noise)]
-    unlikely = -masked_mean(likely.flatten(1), weight)
+    args, minds, action = meeting.args, meeting.minds, lesson["action"]
+    x, weight, losses = lesson["x"].flatten(1, 2), lesson["there"].float().flatten(1), {}
+    goals = [torch.zeros(*x.shape[:2], args.goal_dim, device=x.device)]
+    if args.goals == "latent":
+        mean, logvar, likely, _ = infer_goals(minds.inference, lesson["x"], lesson["carry"], action, lesson["over"])
+        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
+        goals = [part.flatten(1, 2) for part in (mean, mean + (0.5 * logvar).exp() * noise)]
+        losses["strangers_loss"] = -masked_mean(likely.flatten(1), weight)
     optimizer.zero_grad()
-    (action_loss(minds.moa, x, goals, action.flatten(1), weight) + unlikely).sum().backward()
-    clip_gradients(minds.moa, meeting.args.max_grad_norm)
-    clip_gradients(minds.inference, meeting.args.max_grad_norm)
+    (action_loss(minds.moa, x, goals, action.flatten(1), weight) + losses.get("strangers_loss", 0.0)).sum().backward()
+    clip_gradients(minds.moa, args.max_grad_norm)
+    if args.goals == "latent":
+        clip_gradients(minds.inference, args.max_grad_norm)
     optimizer.step()
-    return {"strangers_loss": unlikely.detach()}
+    return {key: value.detach() for key, value in losses.items()}
 
 
 class Recent:
@@ -3222,7 +3225,7 @@ def check_flags(args):
         raise Refused(f"--players {' '.join(args.players)}: HOP+ models others, so there must be two players or more")
     if args.prize_floor is not None and not 0 < args.prize_floor < math.inf:
         raise Refused(f"--prize-floor {args.prize_floor} must be greater than 0 and finite, or None")
-    for reason, unused in ((args.goals != "latent" and f"--goals {args.goals}",
+    for reason, unused in ((args.goals in ("prey", "none") and f"--goals {args.goals}",
                             ("strangers", "tremble", "mix", "rehearse", "vae_checkpoint")),
                            (args.imagined_ratio == 0 and "--imagined-ratio 0", ("strangers", "tremble", "fresh")),
                            (args.strangers == 0 and "--strangers 0", ("tremble",))):
@@ -3404,7 +3407,7 @@ def build_players(args):
     meeting = Meeting(args, args.num_envs, args.seed)
     num_inputs = features(meeting.observation).shape[-1]
     record = goals = None
-    if args.goals == "latent":
+    if args.goals in ("latent", "zero"):
         record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
         goals = warm_up_goals(args, num_inputs, record)
         meeting.minds.take_over(goals)

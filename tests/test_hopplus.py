@@ -455,6 +455,7 @@ def test_with_a_floor_of_0_the_size_of_the_prizes_means_nothing_to_the_search(sc
     {"players": ("ns", "hop", "ns", "ns"), "goals": "zero", "search": "none", "imagined_ratio": 0.0},
     {"players": ("hop", "hop"), "goals": "none", "search": "one-step", "height": 5, "width": 4, "max_blocks": 1, "hares": 2},
     {"selector": "min", "moa_samples": "rewarded", "trees": 1, "rehearse": False},
+    {"goals": "zero"},
 ])
 def test_a_short_run_leaves_its_results(tmp_path, changes):
     args = flags(tmp_path, **changes)
@@ -525,7 +526,7 @@ def test_a_trained_player_meets_strangers_and_can_be_watched(tmp_path, capsys):
 
 
 @pytest.mark.parametrize("changes, words", [
-    ({"goals": "zero", "tremble": 0.3}, "--tremble 0.3 means nothing with --goals zero"),
+    ({"goals": "prey", "tremble": 0.3}, "--tremble 0.3 means nothing with --goals prey"),
     ({"goals": "prey", "mix": ("ns",)}, "means nothing with --goals prey"),
     ({"imagined_ratio": 0.0, "strangers": 0.5}, "--strangers 0.5 means nothing with --imagined-ratio 0"),
     ({"strangers": 0.0, "tremble": 0.0}, "--tremble 0.0 means nothing with --strangers 0"),
