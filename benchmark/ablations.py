@@ -36,10 +36,11 @@ RUNS = {
     "8x8": "--height 8 --width 8",
     "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5",
     "scarce": "--hares 2 --final-time 12",
+    "scarce-goals-zero": "--hares 2 --final-time 12 --goals zero",
 }
 STRANGERS = {name: ("nh nh nh",) for name, flags in RUNS.items() if "--players" not in flags and "--height" not in flags} | {
     "full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
-    "scarce": ("ns ns ns", "nh nh nh", "random random random")}
+    **dict.fromkeys(("scarce", "scarce-goals-zero"), ("ns ns ns", "nh nh nh", "random random random"))}
 
 
 @dataclasses.dataclass
