@@ -9,22 +9,28 @@ parameters are stacked, so that four learners cost little more than one. The run
 table of returns over 20,000 fresh episodes, and leaves everything in `runs/<run name>/`.
 
 The file from top to bottom:
-    arguments   the flags
+    flags       what can be chosen, and what is refused
+    training    the loop, what it logs, the final report
+    playing     who sits where, the rollout, the buffer of episodes
+    learning    advantages, the loss of PPO, the update
+    views       what a player sees, as a short list of facts
+    networks    the stacked policies and values
     game        the batched stag hunt and its rules
     players     rule-based players, mixes of them, players from a file
-    networks    what a learner sees, and the stacked policy and value networks
-    learning    the rollout, generalised advantages, the episode buffer, the PPO loss
-    outputs     run folder, pictures, progress
-    main        the loop
+    outputs     run folder, checkpoints, tables, pictures
+
+Letters in shapes:
+    N players     B games side by side     C cells of the board     T steps of a rollout
+    L learners    M rows of a batch        K facts of a view        F features of a view     E episodes
 """
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
 import random
 import re
+import runpy
 import signal
 import sys
 import time
@@ -34,14 +40,13 @@ from typing import Literal
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 
-import numpy as np
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-# =================================================================================== arguments
-
+# ======================================================================================= flags
 
 @dataclass
 class GameArgs:
@@ -110,8 +115,6 @@ class Args(RunArgs, GameArgs):
     """steps that the episode buffer holds (default with --buffer episodes: 5000)"""
     hidden_size: int = 64
     """units in each of the two hidden layers"""
-    precision: Literal["float32", "bfloat16"] = "float32"
-    """numbers of the first layer's product; bfloat16 is faster where the processor knows it, and rounds to three digits"""
     learning_rate: float = 2.5e-3
     """step size of Adam"""
     anneal_lr: bool = True
@@ -124,34 +127,20 @@ class Args(RunArgs, GameArgs):
     """pieces into which the data of an update is cut"""
     update_epochs: int = 2
     """times that an update goes through its data"""
-    prize_floor: float | None = None
-    """divide each advantage by what the player expects then and this on top: prizes count by how they compare, not by
-    their size; None leaves them as they are"""
-    norm_adv: bool = True
-    """normalise the advantages of each minibatch, for each learner on its own"""
     clip_coef: float = 0.2
     """how far the ratio of new to old probability may move before the policy loss is flat"""
-    clip_vloss: bool = False
-    """clip the change of the value as well, by clip_coef in units of the scaled reward"""
     ent_coef: float = 0.02
-    """weight of the entropy bonus at the start"""
-    ent_coef_end: float = 0.0
-    """weight of the entropy bonus at the end; in between it changes linearly"""
+    """weight of the entropy bonus at the start; it falls to 0 over the run"""
     soft_coef: float = 0.05
     """at the start, what a player earns on top for each nat of its policy's entropy, in every step it is there: it
-    stays on the board and tries things (maximum-entropy reinforcement learning); never part of what is logged"""
-    soft_until: float = 0.5
-    """share of the run over which soft_coef falls to 0"""
+    stays on the board and tries things (maximum-entropy reinforcement learning); it falls to 0 over the first half
+    of the run, and is never part of what is logged"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     reward_scale: float = 0.2
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
-    target_kl: float | None = None
-    """a learner whose policy moved further than this in an update sits out the rest of it"""
-    compile: bool = False
-    """pass the networks through torch.compile"""
     eval_episodes: int = 20_000
     """episodes of each evaluation at the end, sampled and greedy; 0 for none"""
     thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
@@ -160,12 +149,703 @@ class Args(RunArgs, GameArgs):
     """seconds between two pictures of an episode"""
 
 
-# ======================================================================================== game
+RANGES = (
+    (1, math.inf, ("total_timesteps", "num_envs", "num_steps", "buffer_size", "hidden_size", "num_minibatches",
+                   "update_epochs")),
+    (0, 1, ("gamma", "gae_lambda")),
+    (0, math.inf, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef", "eval_episodes",
+                   "picture_every")),
+    (1e-9, math.inf, ("reward_scale", "max_grad_norm")),
+)
+
+
+def check_flags(args):
+    """Refuses flags that make no sense, alone or together."""
+    check_ranges(args, RANGES)
+    episodes = args.buffer == "episodes"
+    refuse_ignored(args, (
+        ("--buffer transitions", not episodes, ("buffer_size",)),
+        ("--buffer episodes, for they are played whole", episodes, ("num_steps",)),
+        ("--stags 0", args.stags == 0, ("stag_reward", "stag_hunters", "strengths")),
+        ("--hares 0", args.hares == 0, ("hare_reward",)),
+        ("--prosocial", args.prosocial, ("strengths",)),
+    ))
+    learners, players = args.players.count("ppo"), " ".join(args.players)
+    if not learners:
+        raise Refused(f"--players {players}: nobody learns; write ppo in at least one seat")
+    if args.share_parameters and learners == 1:
+        raise Refused(f"--share-parameters needs two learners or more, --players {players} has 1")
+    if episodes and (args.buffer_size or BUFFER_SIZE) < args.final_time:
+        raise Refused(f"--buffer-size {args.buffer_size} is too small for an episode of --final-time {args.final_time}")
+    samples = args.num_envs * (1 if episodes else args.num_steps)
+    if samples < args.num_minibatches:
+        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an update "
+                      f"(--num-envs {args.num_envs})")
+
+
+# ======================================================================================= state
 
 
 class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
+
+def flag(name):
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args, ranges):
+    """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
+    for low, high, names in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+                raise Refused(f"{flag(name)} {value} must {bounds}")
+
+
+def refuse_ignored(args, ignored):
+    """Refuses flags without effect; ignored are rows of (a choice, whether it was made, flags it leaves out)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for choice, made, names in ignored:
+        for name in names:
+            value = getattr(args, name)
+            if made and value != defaults[name]:
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+class Saved:
+    """A thing whose state is a few attributes, named in `saved`: plain values, or again things with a state."""
+
+    saved = ()
+
+    def state_dict(self):
+        """The state by name, for a checkpoint."""
+        state = {}
+        for name in self.saved:
+            part = getattr(self, name)
+            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+            state[name] = get() if get else part
+        return state
+
+    def load_state_dict(self, state):
+        """Goes on from a state, or from a part of one."""
+        for name, value in state.items():
+            part = getattr(self, name)
+            if isinstance(part, torch.Generator):
+                part.set_state(value.cpu())
+            elif hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def seeded(seed, what, device="cpu"):
+    """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed} {what}").getrandbits(63))
+
+
+# ==================================================================================== training
+
+
+class Run(Saved):
+    """All that a run is made of. What `saved` names is in its checkpoints, so that it can go on as if never stopped."""
+
+    saved = ("agent", "optimizer", "table", "returns", "thresholds", "buffer", "true_steps", "seconds", "tail")
+
+    def __init__(self, args):
+        self.table = Table(args, args.num_envs, args.seed)
+        self.agent = self.table.agent
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        self.returns = Returns(args.num_envs, len(args.players), args.device)
+        self.thresholds = Thresholds(args.thresholds)
+        self.buffer = EpisodeBuffer(args.buffer_size or BUFFER_SIZE)
+        self.true_steps = 0  # of the game, played for learning
+        self.seconds = 0.0  # from the start of the script to the last update
+        self.tail = []  # the losses of the last tenth of the run, whose means are its final ones
+
+    def save(self, args, folder):
+        save_checkpoint(folder, {"config": dataclasses.asdict(args), "learner_of": self.table.learner_of,
+                                 "run": self.state_dict()})
+
+
+def main(args):
+    args = resolve_flags(args)
+    check_flags(args)
+    prepare_torch(args)
+    run = Run(args)
+    if args.resume:
+        path = os.path.join(args.resume, "checkpoint.pt")
+        run.load_state_dict(load_checkpoint(path, f"--resume {args.resume}", args.device)["run"])
+    folder = open_run(args)
+    writer = open_writer(folder, args, run.true_steps)
+    train(args, run, folder, writer)
+    finished = run.true_steps >= args.total_timesteps
+    if finished:
+        report(args, run, folder, writer)
+    else:
+        print(f"stopped at {run.true_steps} steps; go on with: python {SCRIPT} --resume {folder}")
+    writer.close()
+    return 0 if finished else 130
+
+
+def train(args, run, folder, writer):
+    """Plays and learns in turns, to the end of the run or a Ctrl-C."""
+    table, optimizer = run.table, run.optimizer
+    begun = saved = pictured = time.perf_counter()
+    steps_before, seconds_before = run.true_steps, run.seconds
+    bar = tqdm(total=args.total_timesteps, initial=run.true_steps, unit=" steps", unit_scale=True,
+               dynamic_ncols=True, mininterval=0.5, desc="training")
+    with bar, Interrupt() as interrupt:
+        while run.true_steps < args.total_timesteps and not interrupt.wanted:
+            left = 1 - run.true_steps / args.total_timesteps  # the share of the run that is still to come
+            if args.anneal_lr:
+                optimizer.param_groups[0]["lr"] = args.learning_rate * left
+            ent_coef, soft_coef = args.ent_coef * left, args.soft_coef * max(0.0, 2 * left - 1)
+
+            started = time.perf_counter()
+            data, played = rollout(args, table, run.returns)
+            taken, trace = data, None
+            playing_seconds, started = time.perf_counter() - started, time.perf_counter()
+            if args.buffer == "episodes":
+                data, trace = bring_up_to_date(run.agent, run.buffer.add(data, played))
+            losses = update(args, run.agent, optimizer, data, trace, ent_coef, soft_coef, table.generator)
+            learning_seconds = time.perf_counter() - started
+
+            run.true_steps += int(played.sum())
+            run.seconds = seconds_before + time.perf_counter() - START
+            run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
+                                 true_steps=run.true_steps)
+            if run.true_steps > 0.9 * args.total_timesteps:
+                run.tail.append(losses)
+            log_update(writer, run, losses, {
+                "charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/ent_coef": ent_coef,
+                "charts/soft_coef": soft_coef, "time/rollout": playing_seconds, "time/learning": learning_seconds,
+                "charts/SPS": (run.true_steps - steps_before) / (time.perf_counter() - begun)})
+            bar.update(run.true_steps - bar.n)
+            run.returns.show(bar)
+            last = run.true_steps >= args.total_timesteps or interrupt.wanted
+            if last or time.perf_counter() - pictured > args.picture_every:
+                pictured = time.perf_counter()
+                log_pictures(args, writer, run, taken, folder)
+            if last or time.perf_counter() - saved > args.save_every:
+                saved = time.perf_counter()
+                run.save(args, folder)
+
+
+def log_update(writer, run, losses, numbers):
+    """Writes what there is to tell of an update: returns, each learner's losses [L], and other numbers."""
+    if len(run.returns.last):
+        for name, value in zip(run.table.names, run.returns.last.mean(0).tolist()):
+            writer.add_scalar(f"charts/episodic_return/{name}", value, run.true_steps)
+    for name, learner in run.table.learner_of.items():
+        for key, value in losses.items():
+            writer.add_scalar(f"losses/{key}/{name}", value[learner], run.true_steps)
+    for key, value in numbers.items():
+        writer.add_scalar(key, value, run.true_steps)
+
+
+def log_pictures(args, writer, run, data, folder):
+    """Writes a GIF of an episode, and a histogram of the actions that each learner took in a rollout."""
+    path = os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif")
+    add_gif(writer, "episode", record_episode(args, run.agent, args.seed + run.true_steps), run.true_steps, path)
+    for name, learner in run.table.learner_of.items():
+        actions = data["actions"][:, learner][data["present"][:, learner]]
+        writer.add_histogram(f"actions/{name}", actions, run.true_steps)
+
+
+def record_episode(args, agent, seed):
+    """Plays one episode for a picture. -> frames"""
+    table = Table(args, 1, seed, agent)
+    total, frames, over = torch.zeros(len(args.players)), [], False
+    while not over:
+        caption = "returns " + " ".join(f"{value:.4g}" for value in total.tolist())
+        frames.append(draw_board(table.game, 0, f"step {int(table.game.clock)}  {caption}"))
+        with torch.no_grad():
+            out = table.play(table.act()[0], restart=False)
+        total, over = total + out["reward"][0].cpu(), bool(out["over"])
+    caption = "returns " + " ".join(f"{value:.4g}" for value in total.tolist())
+    return frames + [draw_board(table.game, 0, f"over  {caption}")]
+
+
+@torch.no_grad()
+def evaluate(args, agent, episodes, greedy, seed):
+    """Plays fresh episodes with the learners as they are. -> returns [E, N], the steps that this took"""
+    table = Table(args, min(episodes, 2000), seed, agent)
+    finished, steps = [], 0
+    for _ in range(math.ceil(episodes / table.game.num_envs)):
+        total, running = 0.0, torch.ones_like(table.game.clock, dtype=torch.bool)
+        while running.any():
+            out = table.play(table.act(greedy)[0], restart=False)
+            total = total + out["reward"] * running[:, None]
+            steps += int(running.sum())
+            running = running & ~out["over"]
+        finished.append(total)
+        table.restart()
+    return torch.cat(finished)[:episodes], steps
+
+
+def report(args, run, folder, writer):
+    """Measures the learners on fresh episodes, writes results.json and prints the tables."""
+    table, evaluation, evaluation_steps = run.table, {}, 0
+    rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
+    names = list(zip(args.players, args.strengths or [1] * len(args.players)))  # who is whose equal
+    for mode in ("sampled", "greedy") if args.eval_episodes else ():
+        returns, steps = evaluate(args, run.agent, args.eval_episodes, mode == "greedy", args.seed + 1_000_000)
+        evaluation_steps += steps
+        evaluation[mode] = result = summarise(returns, table.learner_seats, names)
+        rows.append([mode, *(f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")),
+                     result["episodes"]])
+        writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
+    losses = {}
+    for key in run.tail[0] if run.tail else ():
+        mean = torch.stack([losses[key] for losses in run.tail]).mean(0)
+        losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
+    save_json(os.path.join(folder, "results.json"), {
+        "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
+        "sps": round(run.true_steps / run.seconds), "evaluation": evaluation,
+        "thresholds": run.thresholds.reached, "losses": losses})
+    if args.eval_episodes:
+        print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
+    run.thresholds.print()
+    print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. Everything is "
+          f"in {folder}")
+
+
+# ===================================================================================== playing
+
+
+class Table(Saved):
+    """The game, and who sits where: learners, trained players, and all the others (a Lineup)."""
+
+    saved = ("game", "lineup", "generator")
+
+    def __init__(self, args, num_envs, seed, agent=None):
+        players = list(args.players)
+        board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
+        self.game = BatchedStagHunt(num_envs, num_players=len(players), device=args.device, seed=seed, **board)
+        self.generator = seeded(seed, "actions", args.device)
+        self.views = Views(args.height, args.width, len(players), args.final_time, args.device)
+        self.names = [f"player_{seat + 1}" for seat in range(len(players))]
+        self.learner_seats = [seat for seat, name in enumerate(players) if name == "ppo"]
+        self.trained_seats = [seat for seat, name in enumerate(players) if ".pt:" in name]
+        own = self.learner_seats + self.trained_seats
+        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(players)], self.game, seed)
+        # [learner, seat of that learner]: one seat each, or all of them where the parameters are shared
+        self.seats = torch.tensor(self.learner_seats, device=args.device)[:, None]
+        if args.share_parameters:
+            self.seats = self.seats.T
+        self.learner_of = {self.names[seat]: learner for learner, seats in enumerate(self.seats.tolist())
+                           for seat in seats}
+        if self.learner_seats:
+            self.agent = agent or Agent(len(self.seats), self.views, args.hidden_size, args.seed).to(args.device)
+        if self.trained_seats:
+            self.trained = load_policies([players[seat] for seat in self.trained_seats], self.views).to(args.device)
+
+    def learner_rows(self, x):
+        """Picks the learners' rows of [B, N, ...] and lays them out as [L, B * seats of a learner, ...]."""
+        return x[:, self.seats].transpose(0, 1).flatten(1, 2)
+
+    def act(self, greedy=False):
+        """-> one joint move [B, N], and what learners saw, did and thought of it: a dict of [L, M]"""
+        x = self.views.look(self.game.state())  # [N, B, K]
+        actions, step = self.lineup.act(self.game), {}
+        if self.trained_seats:
+            log_probs, _ = self.trained(x[self.trained_seats])
+            actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
+        if self.learner_seats:
+            step["x"] = self.learner_rows(x.transpose(0, 1))
+            log_probs, step["values"] = self.agent(step["x"])
+            probs = log_probs.exp()
+            step["actions"] = log_probs.argmax(-1) if greedy else sample_actions(probs, self.generator)
+            step["logprobs"] = log_probs.gather(-1, step["actions"][..., None]).squeeze(-1)
+            step["entropy"] = -(probs * log_probs).sum(-1)
+            actions[:, self.seats] = step["actions"].unflatten(1, (-1, self.seats.shape[1])).transpose(0, 1)
+        return actions, step
+
+    def play(self, actions, restart=True):
+        """Plays a joint move; begins new episodes where one is over, unless told not to. -> what advance returns"""
+        out = self.game.advance(actions)
+        if restart:
+            self.game.reset(out["over"])
+            self.lineup.reset(out["over"])
+        return out
+
+    def restart(self):
+        """Begins a new episode everywhere."""
+        self.game.reset()
+        self.lineup.reset(torch.ones_like(self.game.clock, dtype=torch.bool))
+
+
+def load_policies(names, views):
+    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent: nobody learns in these seats."""
+    policies = []
+    for name in names:
+        path, _, player = name.rpartition(":")
+        checkpoint = load_checkpoint(path, f"--players {name}")
+        learner_of = checkpoint.get("learner_of", {})
+        if player not in learner_of:
+            raise Refused(f"--players {name}: {path} holds {', '.join(learner_of) or 'no policies'}, not {player!r}")
+        policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
+        inputs, hidden_size = policies[-1]["view.weight"].shape
+        if inputs != views.num_inputs:
+            raise Refused(f"--players {name}: that policy was trained on views of {inputs} numbers, this game gives "
+                          f"{views.num_inputs}")
+        if hidden_size != policies[0]["view.weight"].shape[1]:
+            raise Refused(f"--players {name}: its --hidden-size {hidden_size} differs from that of {names[0]}; trained "
+                          "players of one game must have one size")
+    agent = Agent(len(names), views, hidden_size, 0)
+    agent.load_state_dict({key: torch.stack([policy[key] for policy in policies]) for key in policies[0]})
+    return agent
+
+
+@torch.no_grad()
+def rollout(args, table, returns):
+    """Plays --num-steps steps of each game, or with --buffer episodes one whole episode of each.
+
+    -> dict of [T, L, M], where values are [T+1, L, M], and the steps played of each game [B]. `present` says which
+    of these are samples: the player was there, and the episode not yet over.
+    """
+    whole_episodes = args.buffer == "episodes"
+    if whole_episodes:
+        table.restart()
+    steps, running = [], torch.ones_like(table.game.clock, dtype=torch.bool)
+    played = torch.zeros_like(table.game.clock)
+    for _ in range(args.final_time if whole_episodes else args.num_steps):
+        actions, step = table.act()
+        out = table.play(actions, restart=not whole_episodes)
+        returns.add(out["reward"] * running[:, None], out["over"] & running)
+        step["rewards"] = table.learner_rows(out["reward"]) * args.reward_scale
+        step["ends"] = table.learner_rows(out["ended"])
+        step["present"] = table.learner_rows(out["present"] & running[:, None])
+        steps.append(step)
+        played += running
+        if whole_episodes:
+            running = running & ~out["over"]
+    data = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
+    x = table.learner_rows(table.views.look(table.game.state()).transpose(0, 1))
+    data["values"] = torch.cat([data["values"], table.agent(x)[1][None]])
+    return data, played
+
+
+BUFFER_SIZE = 5000  # steps that the buffer of episodes holds by default
+
+
+class EpisodeBuffer(Saved):
+    """Whole episodes, newest last; the oldest go when the steps in it would exceed its size."""
+
+    saved = ("data", "length")
+
+    def __init__(self, size):
+        self.size, self.data, self.length = size, None, None
+
+    def add(self, data, length):
+        """data is a rollout's, length [B] the steps of each episode. -> all that is held, as a rollout's"""
+        seats = data["rewards"].shape[2] // len(length)
+        if self.data is not None:
+            data = {key: torch.cat([self.data[key], value], 2) for key, value in data.items()}
+            length = torch.cat([self.length, length])
+        newest_first = length.flip(0).cumsum(0).flip(0)
+        keep = newest_first <= max(self.size, length[-1])
+        self.data = {key: value[:, :, keep.repeat_interleave(seats)] for key, value in data.items()}
+        self.length = length[keep]
+        return self.data
+
+
+@torch.no_grad()
+def bring_up_to_date(agent, data):
+    """What the present policy thinks of stored data: its log-probabilities and values, and how far it has moved.
+
+    The stored log-probability is the one that the action was drawn with. PPO's ratio is taken to the present policy,
+    and each sample counts by the trace, min(1, present / drawn), as in decoupled PPO (Hilton et al. 2022).
+    """
+    answers = [agent(x) for x in data["x"]]
+    log_probs, values = (torch.stack(answer) for answer in zip(*answers))
+    logprobs = log_probs.gather(-1, data["actions"][..., None]).squeeze(-1)
+    trace = (logprobs - data["logprobs"]).exp().clamp(max=1)
+    return {**data, "logprobs": logprobs, "values": torch.cat([values, data["values"][-1:]])}, trace
+
+
+# ==================================================================================== learning
+
+
+def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
+    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1, ...].
+
+    Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
+    trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
+    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and Retrace.
+    """
+    trace = torch.ones_like(rewards) if trace is None else trace
+    goes_on = (~ends).to(rewards.dtype)
+    advantages = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * values[t + 1] * goes_on[t] - values[t]
+        advantages[t] = present[t] * (delta + gamma * gae_lambda * goes_on[t] * later)
+        later = trace[t] * advantages[t]
+    return advantages, values[:-1] + trace * advantages
+
+
+def masked_mean(x, weight):
+    """The mean of each row over its samples: [L, M] -> [L]."""
+    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+
+
+def variance(x, weight):
+    """The variance of each row over its samples: [L, M] -> [L]."""
+    return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
+
+
+def ppo_loss(log_probs, value, batch, args, ent_coef):
+    """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
+
+    log_probs [L, M, 7] and value [L, M] are the networks' answers now; batch holds [L, M] of actions, logprobs,
+    advantages, returns, trace, and weight: 1 for a sample, 0 for a step at which the player was absent.
+    """
+    weight, advantages = batch["weight"], batch["advantages"]
+    logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
+    ratio = logratio.exp()
+    centred = advantages - masked_mean(advantages, weight)[:, None]
+    advantages = centred / (masked_mean(centred.square(), weight).sqrt()[:, None] + 1e-8)
+    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
+    policy_loss = -masked_mean(surrogate * batch["trace"], weight)
+    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), weight)
+    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
+    loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
+    with torch.no_grad():
+        approx_kl = masked_mean(ratio - 1 - logratio, weight)  # http://joschu.net/blog/kl-approx.html
+        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight)
+    parts = {"policy_loss": policy_loss, "value_loss": value_loss / args.reward_scale**2, "entropy": entropy,
+             "approx_kl": approx_kl, "clipfrac": clipfrac}
+    return loss, {key: value.detach() for key, value in parts.items()}
+
+
+def clip_gradients(agent, max_norm):
+    """Shortens the gradient of each learner to max_norm, on its own."""
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
+    """One PPO update of all learners on data [T, L, M]. -> the means of the losses over the update, each [L]"""
+    rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
+    advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
+                                      args.gae_lambda, trace)
+    data = {"x": data["x"], "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
+            "values": data["values"][:-1], "advantages": advantages, "weight": data["present"].float(),
+            "trace": torch.ones_like(advantages) if trace is None else trace}
+    flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
+    weight = flat["weight"].view(advantages.shape[1], -1)  # [L, samples]
+    num_learners, samples = weight.shape
+    offset = torch.arange(num_learners, device=weight.device)[:, None] * samples
+    most = max(int(weight.sum(1).max()), args.num_minibatches)
+    totals = []
+    for _ in range(args.update_epochs):
+        # a random order with the absent at the end: the longest list of samples is as far as one need go
+        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
+        for rows in order.chunk(args.num_minibatches, 1):
+            index = (rows + offset).flatten()
+            batch = {key: value.index_select(0, index).unflatten(0, rows.shape) for key, value in flat.items()}
+            loss, parts = ppo_loss(*agent(batch["x"]), batch, args, ent_coef)
+            optimizer.zero_grad()
+            loss.sum().backward()
+            clip_gradients(agent, args.max_grad_norm)
+            optimizer.step()
+            totals.append(parts)
+    means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
+    returns, values = (flat[key].view(weight.shape) for key in ("returns", "values"))
+    means["explained_variance"] = 1 - variance(returns - values, weight) / variance(returns, weight).clamp(min=1e-8)
+    return means
+
+
+# ==================================================================================== views
+
+SIGHT = 3  # cells that a player sees exactly in each direction; further ones are at the rim of its window
+
+
+class Views:
+    """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
+
+    The facts of a view [K], in this order: what is on each cell; where each co-player is; the player's own
+    cell; everybody's previous action; which actions are legal; the step; the steps left. What is on a cell, and
+    who, is told by where that cell is from the player's own: in a window of 7 x 7 around it, at whose rim stands
+    what is further off. So the window has one size for every board, and "go there" looks the same wherever the
+    player stands.
+
+    Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
+    facts name (`FirstLayer`). The facts stand for the features [F] of a view, zeros but for a few: `meaning`.
+    """
+
+    def __init__(self, height, width, num_players, final_time, device="cpu"):
+        n, cells, sight = num_players, height * width, 2 * SIGHT + 1
+        self.num_players, self.cells = n, cells
+        # Facts: window [row, plane, column], previous action [player, action], nothing, cell, legal actions,
+        # step, steps left.
+        self.first_previous = sight * sight * (n + 2)
+        self.nothing = self.first_previous + n * NUM_ACTIONS
+        self.first_cell = self.nothing + 1
+        self.first_legal = self.first_cell + cells + 1
+        self.first_step = self.first_legal + (1 << NUM_ACTIONS)
+        self.first_left = self.first_step + final_time + 1
+        self.num_facts = self.first_left + final_time + 1
+
+        # Where a cell is from another one, as a fact of plane 0; cell C, of those that have left, is nowhere.
+        row, column = torch.arange(cells) // width, torch.arange(cells) % width
+        offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [own cell, other cell]
+        nowhere = 1 << 14
+        spot = F.pad(offset(row) * (n + 2) * sight + offset(column), (0, 1, 0, 1), value=nowhere)
+        # The plane of what is on a cell, by what is legal there; a cell holds one thing, or nothing.
+        bits = torch.arange(256)
+        plane = torch.full((256,), nowhere)
+        kinds = (bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0)
+        for number, those in enumerate(kinds, n - 1):
+            plane[those] = number * sight
+        self.spot, self.plane = spot.to(torch.int16).to(device), plane.to(torch.int16).to(device)
+        players = torch.arange(n)
+        self.order = ((players[:, None] + players) % n).to(device)  # [viewer, k-th after it]
+        self.co_player_plane = (players[:-1] * sight).to(torch.int16).to(device)
+        self.previous = (self.first_previous + players * NUM_ACTIONS).to(torch.int16).to(device)
+        self.action_bits = torch.arange(NUM_ACTIONS, device=device)
+
+        # Facts that stand for other features: one-hot row and column, legal actions, the clock from 0 to 1.
+        meaning = torch.zeros(self.num_facts - self.nothing, height + width + NUM_ACTIONS + 2)
+        own, legal = meaning[1:cells + 1], meaning[cells + 2:cells + 2 + (1 << NUM_ACTIONS)]
+        own[torch.arange(cells), row], own[torch.arange(cells), height + column] = 1, 1
+        legal[:, height + width:-2] = bits[:128, None] >> torch.arange(NUM_ACTIONS) & 1
+        time = torch.arange(final_time + 1) / final_time
+        meaning[self.first_step - self.nothing:self.first_left - self.nothing, -2] = time
+        meaning[self.first_left - self.nothing:, -1] = time
+        self.meaning = meaning.to(device)  # [fact after the plain ones, feature after the plain ones]
+        self.num_inputs = self.nothing + meaning.shape[1]
+
+    def look(self, state):
+        """The views of all players in a state, a dict of STATE: facts [N, B, K] (int16)."""
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        n, many = cell.shape
+        from_own = self.spot.index_select(0, cell.flatten()).view(n, many, -1)  # [N, B, C+1]
+        ground = self.plane.index_select(0, board[:-1].T.flatten().int()).view(many, -1) + from_own[..., :-1]
+        others = cell[self.order[:, 1:]].transpose(1, 2)  # [N, B, N-1]
+        others = from_own.gather(2, others) + self.co_player_plane
+        previous = state["previous"][self.order].transpose(1, 2) + self.previous
+        own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
+        clock = torch.stack([self.first_step + clock, self.first_left + state["deadline"] - clock], -1)
+        clock = clock.expand(n, -1, -1)
+        seen = torch.cat([ground, others], -1)
+        seen = torch.where((seen >= self.first_previous) | (seen < 0), self.nothing, seen)
+        return torch.cat([seen, own[..., :1].short(), previous, own[..., 1:].short(), clock.short()], -1)
+
+    def mask(self, x):
+        """Which actions are legal in views [..., K]: [..., 7]."""
+        return ((x[..., -3, None] - self.first_legal) >> self.action_bits & 1).bool()
+
+    def features(self, x):
+        """The features that the facts of views [..., K] stand for, each a count or a share: [..., F]."""
+        counts = torch.zeros(*x.shape[:-1], self.num_facts, device=x.device)
+        counts.scatter_add_(-1, x.long(), torch.ones_like(x, dtype=counts.dtype))
+        return torch.cat([counts[..., :self.nothing], counts[..., self.nothing:] @ self.meaning], -1)
+
+
+# ================================================================================= networks
+
+
+class SumRows(torch.autograd.Function):
+    """Adds up rows of L tables [L, R, D] that facts [L, M, K] name: [L, M, D].
+
+    Backwards it is the product with how often each row was named: on a CPU faster than embedding_bag's way.
+    """
+
+    @staticmethod
+    def forward(ctx, x, table):
+        ctx.save_for_backward(x)
+        ctx.num_rows = table.shape[1]
+        first = torch.arange(0, len(table) * ctx.num_rows, ctx.num_rows, dtype=torch.int32, device=x.device)
+        rows = (x + first[:, None, None]).flatten(0, 1)
+        return F.embedding_bag(rows, table.flatten(0, 1), mode="sum").unflatten(0, x.shape[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        answer = gradient.new_zeros(len(x), ctx.num_rows, gradient.shape[2])
+        # few rows at a time, to stay in the cache
+        counts = gradient.new_empty(len(x), min(x.shape[1], 128), ctx.num_rows)
+        for facts, part in zip(x.split(128, 1), gradient.split(128, 1)):
+            named = counts[:, :facts.shape[1]].zero_()
+            named.scatter_add_(2, facts.long(), gradient.new_ones(1).expand(facts.shape))
+            answer.baddbmm_(named.transpose(1, 2), part)
+        return None, answer
+
+
+def orthogonal(num_models, inputs, outputs, gain, seed):
+    """Stacked orthogonal weights [L, inputs, outputs]; a model's depend on the seed and its number alone."""
+    weight = torch.empty(num_models, inputs, outputs)
+    for model in range(num_models):
+        generator = torch.Generator().manual_seed(seed * 1000 + model)
+        nn.init.orthogonal_(weight[model], gain, generator=generator)
+    return nn.Parameter(weight)
+
+
+class Linear(nn.Module):
+    """L linear layers side by side: [L, M, inputs] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, inputs, outputs, gain, seed):
+        super().__init__()
+        self.weight = orthogonal(num_models, inputs, outputs, gain, seed)
+        self.bias = nn.Parameter(torch.zeros(num_models, 1, outputs))
+
+    def forward(self, x):
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class FirstLayer(Linear):
+    """L first layers side by side, from the facts of views: [L, M, K] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, views, outputs, seed):
+        super().__init__(num_models, views.num_inputs, outputs, math.sqrt(2), seed)
+        self.views = views
+
+    def table(self):
+        """What each fact adds to the outputs: [L, fact, outputs]."""
+        plain, told = self.weight[:, :self.views.nothing], self.weight[:, self.views.nothing:]
+        return torch.cat([plain, self.views.meaning @ told], 1)
+
+    def forward(self, x):
+        return SumRows.apply(x, self.table()) + self.bias
+
+
+def legal_log_softmax(logits, mask):
+    """Log-probabilities over the legal actions [..., M, 7]; by columns, five times faster than by rows of 7."""
+    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
+    return columns.log_softmax(-2).transpose(-1, -2)
+
+
+class Agent(nn.Module):
+    """The policies and values of L learners as one stacked network: nothing is shared between them."""
+
+    def __init__(self, num_learners, views, hidden_size, seed):
+        super().__init__()
+        self.views = views
+        self.view = FirstLayer(num_learners, views, hidden_size, seed)
+        self.hidden = Linear(num_learners, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.actor = Linear(num_learners, hidden_size, NUM_ACTIONS, 0.01, seed)
+        self.critic = Linear(num_learners, hidden_size, 1, 1.0, seed)
+
+    def decide(self, first, mask):
+        """First layer's sums [L, M, hidden], legal actions [L, M, 7] -> what `forward` gives."""
+        hidden = torch.tanh(self.hidden(torch.tanh(first)))
+        return legal_log_softmax(self.actor(hidden), mask), self.critic(hidden).squeeze(-1)
+
+    def forward(self, x):
+        """Views [L, M, K] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
+        return self.decide(self.view(x), self.views.mask(x))
+
+
+# ======================================================================================== game
 
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 NUM_ACTIONS = len(ACTIONS)
@@ -173,6 +853,7 @@ STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
 # What one may do on a cell is a set of actions, kept as a byte: bit a is set where action a is legal.
 STAY_BIT, STAG_BIT, HARE_BIT = 1 << STAY, 1 << HUNT_STAG, 1 << HUNT_HARE
 GEOGRAPHY_BITS = STAG_BIT - 1  # the four moves and staying: what is left of a cell without its prey
+STATE = ("cell", "board", "previous", "clock", "deadline")  # a position of the game, see BatchedStagHunt
 
 # Straight tromino, corner tromino, straight tetromino, L tetromino: (row, column) of each cell.
 BLOCK_SHAPES = (
@@ -181,204 +862,171 @@ BLOCK_SHAPES = (
     ((0, 0), (0, 1), (0, 2), (0, 3)),
     ((0, 0), (1, 0), (2, 0), (2, 1)),
 )
+FAR = 1000  # a path of this many steps or more does not exist
 
 
-def turned_blocks():
-    """Every block shape in its four turns, corner at (0, 0): [shape * turn, 4 cells, (row, column)]."""
-    table = []
-    for shape in BLOCK_SHAPES:
-        for _ in range(4):
+def tabulate_blocks(height, width):
+    """The cells that an obstacle covers, by shape, turn and place: [16 C, C]; none where it sticks out."""
+    table = torch.zeros(len(BLOCK_SHAPES), 4, height * width, height, width, dtype=torch.bool)
+    for number, shape in enumerate(BLOCK_SHAPES):
+        for turn in range(4):
             shape = [(column, -row) for row, column in shape]
-            top, left = min(r for r, _ in shape), min(c for _, c in shape)
-            shape = [(r - top, c - left) for r, c in shape]
-            table.append(shape + shape[-1:] * (4 - len(shape)))  # a tromino names its last cell twice
-    return torch.tensor(table)
+            rows, columns = (torch.tensor(line) - min(line) for line in zip(*shape))
+            for place in range(height * width):
+                row, column = place // width + rows, place % width + columns
+                if row.max() < height and column.max() < width:
+                    table[number, turn, place, row, column] = True
+    return table.flatten(0, 2).flatten(1)
 
 
-def check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                stag_hunters, time_reward, strengths):
-    """Refuse a game that cannot be played, with one line that names the arguments and their values."""
-    largest = 1e30  # far inside the range of float32, so that no reward can overflow
-    for flag, value, least in (("--height", height, 1), ("--width", width, 1), ("--num-players", num_players, 1),
-                               ("--stags", stags, 0), ("--hares", hares, 0), ("--max-blocks", max_blocks, 0),
-                               ("--final-time", final_time, 1), ("--stag-hunters", stag_hunters, 1)):
-        if not hasattr(value, "__index__"):
-            raise Refused(f"{flag} {value!r} must be a whole number")
-        if value < least:
-            raise Refused(f"{flag} {value} must be at least {least}")
-    for flag, value, least in (("--stag-reward", stag_reward, 0), ("--hare-reward", hare_reward, 0),
-                               ("--time-reward", time_reward, -largest)):
-        if not hasattr(value, "__float__") or not least <= value <= largest:  # nan fails every comparison
-            raise Refused(f"{flag} {value!r} must be a finite number from {least:g} to {largest:g}")
-    if strengths is not None:
-        if not hasattr(strengths, "__len__") or len(strengths) != num_players:
-            raise Refused(f"--strengths {strengths!r} must be {num_players} numbers, one for each of "
-                             f"--num-players {num_players}")
-        for strength in strengths:
-            if not hasattr(strength, "__float__") or not 1 / largest <= strength <= largest:
-                raise Refused(f"--strengths {strengths!r} must be positive and finite numbers, "
-                                 f"but one of them is {strength!r}")
-    if stags + hares == 0:
-        raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
-    if stags > 0 and num_players < stag_hunters:
-        raise Refused(f"--num-players {num_players} can never catch a stag that needs --stag-hunters "
-                         f"{stag_hunters}: play with more players or with --stags 0")
-    cells, pieces = height * width - 4 * max_blocks, num_players + stags + hares
-    if cells < pieces:
-        raise Refused(f"--height {height} x --width {width} minus 4 cells for each of --max-blocks {max_blocks} "
-                         f"leaves {cells} cells for {pieces} pieces ({num_players} players, {stags} stags, "
-                         f"{hares} hares)")
+def path_lengths(free, targets, height, width):
+    """Steps from each cell to the nearest target around the obstacles, or FAR: all are [C, B]."""
+    free = free.view(height, width, -1)
+    length = torch.where(targets.view_as(free), 0, FAR).to(torch.int16)
+    while True:
+        near = F.pad(length, (0, 0, 1, 1, 1, 1), value=FAR)
+        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
+                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
+        shorter = torch.where(free, torch.minimum(length, near + 1), FAR)
+        if torch.equal(shorter, length):
+            return length.flatten(0, 1)
+        length = shorter
 
 
-class BatchedStagHunt:
-    """Many stag hunts at once, each tensor running over (environment, player).
+class BatchedStagHunt(Saved):
+    """Many stag hunts at once, played by the rules of `envs/stag_hunt.py`.
 
-    The rules are those of `envs/stag_hunt.py`: hunts are settled where the players stood, then all move;
-    a caught prey and its hunters leave at once; an illegal action is played, and recorded, as stay.
+    Hunts are settled where the players stood, then all move. A caught prey and its hunters leave at once. An
+    illegal action is played, and recorded, as stay. Where the games stand (STATE):
 
-    Inside, the environment is the last dimension, so that every operation runs over long rows; what is
-    handed out is turned round to [environment, player, ...] as a view.
+        cell      [N, B]    where each player stands; C once it has left
+        board     [C+1, B]  the legal actions on each cell, as bits: none on an obstacle, hunting where there
+                            is prey. The last row is for those that have left, who may only stay
+        previous  [N, B]    the last action as it was played
+        clock     [B]       steps played
+        deadline  [B]       the step at which the clock ends the episode
 
-        cell      [N, B]      where each player stands; H*W once it has left
-        board     [H*W+1, B]  the actions that are legal on each cell, as bits; 0 on an obstacle. The prey
-                              is told by its hunting bit, and the last row, for those that left, is "stay"
-        previous  [N, B]      the last action as it was played
-        clock     [B]         steps played
-        deadline  [B]         the step at which the clock ends the episode
+    These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
+    operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
 
-    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0, final_time=35,
-                 stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0, strengths=None,
-                 prosocial=False, dynamic_final_time=False, device="cpu", seed=0, dtype=torch.uint8):
-        check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                    stag_hunters, time_reward, strengths)
-        if num_envs < 1:
-            raise Refused(f"--num-envs {num_envs} must be at least 1")
-        if num_players > 16:
-            raise Refused(f"--num-players {num_players} is more than the 16 that the batched game can hold")
-        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
-        self.cells, self.stags, self.hares, self.max_blocks = height * width, stags, hares, max_blocks
-        self.final_time, self.prosocial, self.dynamic_final_time = final_time, prosocial, dynamic_final_time
-        self.device, self.dtype = torch.device(device), dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
-        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=self.device)
-        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=self.device)
-        # 420 numbers can be shared out evenly among 1, 2, ... 7 legal actions: [bits * 420 + number] -> action.
-        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
-        self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
-                                   device=self.device)
-        self.blocks = turned_blocks().to(self.device)
-        self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
+    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
+                 final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
+                 strengths=None, prosocial=False, dynamic_final_time=False, device="cpu", seed=0,
+                 dtype=torch.uint8):
+        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
+        self.stags, self.hares, self.max_blocks, self.final_time = stags, hares, max_blocks, final_time
+        self.stag_reward, self.hare_reward, self.stag_hunters = stag_reward, hare_reward, stag_hunters
+        self.time_reward, self.strengths, self.prosocial = time_reward, strengths, prosocial
+        self.dynamic_final_time, self.device, self.dtype = dynamic_final_time, torch.device(device), dtype
+        self.check()
+        self.cells = height * width
+        self.generator = seeded(seed, "game", device)
+        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=device)
+        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=device)
+        self.blocks = tabulate_blocks(height, width).to(device) if max_blocks else None
+        self.tabulate_catches()
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
-        self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
-        self.board = torch.empty(self.cells + 1, num_envs, dtype=torch.uint8, device=self.device)
-        self.previous = torch.empty(num_players, num_envs, dtype=torch.uint8, device=self.device)
-        self.clock = torch.empty(num_envs, dtype=torch.int64, device=self.device)
-        self.deadline = torch.empty(num_envs, dtype=torch.int64, device=self.device)
+        self.cell = torch.zeros(num_players, num_envs, dtype=torch.int64, device=device)
+        self.board = torch.zeros(self.cells + 1, num_envs, dtype=torch.uint8, device=device)
+        self.previous = torch.zeros(num_players, num_envs, dtype=torch.uint8, device=device)
+        self.clock, self.deadline = self.cell[0], self.cell[0]
         self.reset()
 
-    def _tabulate_catches(self, stag_reward, hare_reward, stag_hunters, time_reward, strengths):
+    def check(self):
+        """Refuses a game that cannot be played."""
+        largest, n = 1e30, self.num_players  # far inside the range of float32, so that no reward can overflow
+        check_ranges(self, (
+            (1, math.inf, ("num_envs", "height", "width", "final_time", "stag_hunters")),
+            (1, 16, ("num_players",)), (0, math.inf, ("stags", "hares", "max_blocks")),
+            (0, largest, ("stag_reward", "hare_reward")), (-largest, largest, ("time_reward",)),
+        ))
+        strengths = [1] * n if self.strengths is None else self.strengths
+        if len(strengths) != n or not all(1 / largest <= strength <= largest for strength in strengths):
+            raise Refused(f"--strengths {strengths} must be {n} positive and finite numbers, one a player")
+        if self.stags + self.hares == 0:
+            raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
+        if self.stags and n < self.stag_hunters:
+            raise Refused(f"--num-players {n} can never catch a stag that needs --stag-hunters "
+                          f"{self.stag_hunters}: play with more players or with --stags 0")
+        cells, pieces = self.height * self.width - 4 * self.max_blocks, n + self.stags + self.hares
+        if cells < pieces:
+            raise Refused(f"--height {self.height} x --width {self.width} minus 4 cells for each of "
+                          f"--max-blocks {self.max_blocks} leaves {cells} cells for {pieces} pieces")
+
+    def tabulate_catches(self):
         """Tables of what each set of hunters on a cell catches and earns.
 
-        A set of players is a number with a bit for each. Sums are taken in double precision over values
-        rounded to single, which is exact, so the order of the players cannot show even in the last bit.
+        A set of players is a number with a bit for each. Sums are in double precision, over values rounded to
+        single: so they are exact, and the order of the players cannot show even in the last bit.
         """
-        n = self.num_players
-        strength = torch.tensor([1.0] * n if strengths is None else list(strengths), dtype=torch.float32).double()
-        sets = torch.arange(1 << n)
-        member = (sets >> torch.arange(n)[:, None] & 1).double()  # [player, set]
+        n, players = self.num_players, torch.arange(self.num_players)
+        strength = torch.tensor(self.strengths or [1.0] * n).float().double()[:, None]
+        member = (torch.arange(1 << n) >> players[:, None] & 1).double()  # [player, set]
         count = member.sum(0)
-        stag = member * stag_reward * strength[:, None] / (member * strength[:, None]).sum(0).clamp(min=1e-300)
-        stag = torch.where(count >= stag_hunters, stag, 0.0)
-        hare = member * hare_reward / count.clamp(min=1)
-        share = torch.stack([stag, hare], 1).float().double() + time_reward  # [player, prey, set]
-        caught = torch.stack([count >= stag_hunters, count >= 1])  # [prey, set]
-        code = torch.uint8 if n <= 8 else torch.int32
-        self.member_bit = (1 << torch.arange(n)).to(code).to(self.device)[:, None]
+        stag = self.stag_reward * member * strength / (member * strength).sum(0).clamp(min=1e-300)
+        stag = torch.where(count >= self.stag_hunters, stag, 0.0)
+        hare = self.hare_reward * member / count.clamp(min=1)
+        share = torch.stack([stag, hare], 1).float().double() + self.time_reward  # [player, prey, set]
         self.share = share.float().flatten().to(self.device)
-        self.share_offset = (torch.arange(n, dtype=torch.int32) << (n + 1))[:, None].to(self.device)
-        self.caught = caught.flatten().to(self.device)
+        self.caught = torch.cat([count >= self.stag_hunters, count >= 1]).to(self.device)  # [prey and set]
+        code = torch.uint8 if n <= 8 else torch.int32
+        self.member_bit = (1 << players).to(code).to(self.device)[:, None]
+        self.share_offset = (players << (n + 1)).int().to(self.device)[:, None]
 
     # ------------------------------------------------------------------------ drawing new boards
 
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, C]. A piece that would overlap or stick out is left out."""
+        free = torch.ones(n, self.cells, dtype=torch.bool, device=self.device)
+        cut = torch.arange(n if self.max_blocks else 0, device=self.device)
+        while len(cut):  # free cells must hang together: a draw that cuts the board is thrown away whole
+            new = torch.ones(len(cut), self.cells, dtype=torch.bool, device=self.device)
+            for _ in range(self.max_blocks):
+                piece = self.blocks[torch.randint(len(self.blocks), (len(cut),), generator=self.generator,
+                                                  device=self.device)]
+                new &= ~(piece & (new | ~piece).all(1, keepdim=True))
+            free[cut] = new
+            somewhere = F.one_hot(new.int().argmax(1), self.cells)
+            length = path_lengths(new.T, somewhere.T > 0, self.height, self.width)
+            cut = cut[((length >= FAR) & new.T).any(0)]
+        return free
+
     def draw_boards(self, n):
-        """Draws n starts: prey and players on distinct free cells, uniformly. -> cell [N, n], board [H*W+1, n]"""
+        """Draws n starts, prey and players on distinct free cells, uniformly: cell [N, n], board [C+1, n]."""
         free = self.draw_free(n)
         pieces = self.num_players + self.stags + self.hares
-        keys = torch.rand(n, self.cells, generator=self.generator, device=self.device)
-        spot = keys.masked_fill_(~free.flatten(1), -1.0).topk(pieces, -1).indices  # [n, piece]
-        padded = torch.nn.functional.pad(free, (1, 1, 1, 1))
-        board = torch.full((n, self.height, self.width), STAY_BIT, dtype=torch.uint8, device=self.device)
-        board |= padded[:, :-2, 1:-1].to(torch.uint8) << 0
-        board |= padded[:, 2:, 1:-1].to(torch.uint8) << 1
-        board |= padded[:, 1:-1, :-2].to(torch.uint8) << 2
-        board |= padded[:, 1:-1, 2:].to(torch.uint8) << 3
-        board = (board * free).flatten(1)
-        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares, dtype=torch.uint8, device=self.device)
+        number = torch.rand(n, self.cells, generator=self.generator, device=self.device)
+        spot = number.masked_fill(~free, -1.0).topk(pieces, -1).indices  # [n, piece]
+        around = F.pad(free.view(n, self.height, self.width).to(torch.uint8), (1, 1, 1, 1))
+        board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+                 | around[:, 1:-1, 2:] << 3 | STAY_BIT).flatten(1) * free
+        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares).to(board)
         board.scatter_add_(1, spot[:, self.num_players:], prey.expand(n, -1))
-        board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
+        board = F.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def place_blocks(self, free):
-        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
-        n = len(free)
-        for _ in range(self.max_blocks):
-            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
-            place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
-            column = place % self.width + self.blocks[shape, :, 1]
-            inside = (row < self.height) & (column < self.width)
-            spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            empty = free.flatten(1).gather(1, spot)
-            fits = (inside & empty).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
-        return free
-
-    def cut_boards(self, free):
-        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
-        reached = torch.zeros_like(free).flatten(1)
-        reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
-        reached = reached.view_as(free)
-        while True:  # flood from the first free cell
-            wider = reached.clone()
-            wider[:, 1:] |= reached[:, :-1]
-            wider[:, :-1] |= reached[:, 1:]
-            wider[:, :, 1:] |= reached[:, :, :-1]
-            wider[:, :, :-1] |= reached[:, :, 1:]
-            wider &= free
-            if torch.equal(wider, reached):
-                return (reached != free).flatten(1).any(1)
-            reached = wider
-
-    def draw_free(self, n):
-        """Draws the free cells of n boards: [n, H, W]."""
-        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
-        if not self.max_blocks:
-            return free
-        cut = self.cut_boards(free).nonzero()[:, 0]
-        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
-            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
-            free[cut] = self.place_blocks(again)
-            cut = cut[self.cut_boards(free[cut])]
-        return free
-
     def reset(self, which=None):
-        """Starts new episodes where `which` [B] says so (everywhere by default) and returns the observation."""
+        """Starts new episodes where `which` [B] says so, everywhere by default."""
         which = torch.arange(self.num_envs, device=self.device) if which is None else which.nonzero()[:, 0]
-        start, n = self.pool_next, len(which)
-        if start + n > self.pool_size:  # boards are drawn in bulk and each is used once
+        if self.pool_next + len(which) > self.pool_size:  # boards are drawn in bulk and each is used once
             self.pool_cell, self.pool_board = self.draw_boards(self.pool_size)
-            start = 0
-        self.pool_next = start + n
-        self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
-        self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
+            self.pool_next = 0
+        pool = slice(self.pool_next, self.pool_next + len(which))
+        self.pool_next = pool.stop
+        self.cell = self.cell.index_copy(1, which, self.pool_cell[:, pool])
+        self.board = self.board.index_copy(1, which, self.pool_board[:, pool])
         self.previous = self.previous.index_fill(1, which, STAY)
         self.clock = self.clock.index_fill(0, which, 0)
         self.deadline = self.deadline.index_fill(0, which, self.final_time)
-        return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
+
+    def state(self):
+        """Where the games stand: the tensors of STATE as they are."""
+        return {name: getattr(self, name) for name in STATE}
 
     def legal_bits(self):
         """The legal actions of each player as bits: [N, B]."""
@@ -387,27 +1035,28 @@ class BatchedStagHunt:
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward [B, N], action as played [B, N], present when the step began [B, N], left in this
-        step [B, N], still here after it [B, N], terminated [B] and truncated [B] (the episode).
+        -> dict of reward, action as played, present when the step began, left in this step, here after it,
+        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
+        terminated, truncated, over (the episode): each [B].
         """
         bits = self.legal_bits()
-        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)  # [N, B]
-        action = torch.where((bits >> action & 1).bool(), action, STAY)
+        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
+        action = torch.where((bits >> action & 1).bool(), action, STAY)  # [N, B]
         present = self.cell < self.cells
 
-        # Hunts, settled where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
+        # Hunts, where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
         hunting = action >= HUNT_STAG
-        # Up to 256 cells fit a byte, with room for "has left"; long rows of bytes are what is fast here.
-        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)  # long rows of bytes are fast
         together = cell[:, None] == cell  # [j, i, B]
-        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=self.member_bit.dtype)  # a set, [i, B]
-        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()
+        code = self.member_bit.dtype
+        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=code)  # a set, [i, B]
+        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()  # prey and set [N, B]
         caught = self.caught.index_select(0, case.view(-1)).view_as(case)  # the prey on my cell, by whomever
         reward = self.share.index_select(0, (case + self.share_offset).view(-1)).view_as(case) * present
         if self.prosocial:
             reward = (reward.double().sum(0) / self.num_players).float() * present
         left = caught & hunting
-        self.board.scatter_(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
+        self.board = self.board.scatter(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
 
         step = self.moves.index_select(0, action.view(-1).int()).view_as(self.cell)
         self.cell = torch.where(left, self.cells, self.cell + step)
@@ -418,22 +1067,10 @@ class BatchedStagHunt:
             self.deadline = torch.minimum(self.deadline, after_catch)
         here = self.cell < self.cells
         terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        truncated = (self.clock >= self.deadline) & ~terminated
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
-                "here": here.T, "terminated": terminated, "truncated": truncated}
-
-    def step(self, actions):
-        """Plays one joint move [B, N] and begins new episodes where one ended.
-
-        -> observation, reward [B, N], terminated [B, N], truncated [B, N], info. Where the episode ended, the
-        observation is the first of the next one. A player's game is terminated in the step in which it
-        leaves or the episode terminates; once it has left, all is 0 for it until the next episode.
-        """
-        out = self.advance(actions)
-        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
-        truncated = out["truncated"][:, None] & out["here"]
-        out["over"] = out["terminated"] | out["truncated"]
-        return self.reset(out["over"]), out["reward"], terminated, truncated, out
+        over = terminated | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
+                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
+                "over": over}
 
     def observe(self):
         """What each player sees, itself first: the dict of the PettingZoo game with [B, N] in front."""
@@ -450,37 +1087,9 @@ class BatchedStagHunt:
         planes[:, n + 2] = ground >> HUNT_HARE
         mask = (self.legal_bits()[:, None] >> self.action_bits[:, None]) & 1  # [N, 7, B]
         previous = torch.cat([self.previous, self.previous[:-1]]).unfold(0, n, 1)  # [N, B, N]
-        return {
-            "observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
-            "action_mask": mask.view(torch.bool).permute(2, 0, 1),
-            "actions": previous.transpose(0, 1),
-            "step": self.clock,
-            "steps_left": self.deadline - self.clock,
-        }
-
-    def random_actions(self):
-        """Uniformly drawn legal actions [B, N]."""
-        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32, device=self.device)
-        index = self.legal_bits().int() * 420 + number
-        return self.choice.index_select(0, index.view(-1)).view_as(index).T
-
-    # -------------------------------------------------------------------------------------- state
-
-    def get_state(self):
-        """All that the future depends on, as a dict of copies; the environment first in each tensor."""
-        return {"cell": self.cell.T.clone(), "board": self.board.T.clone(), "previous": self.previous.T.clone(),
-                "clock": self.clock.clone(), "deadline": self.deadline.clone(),
-                "pool": (self.pool_cell.clone(), self.pool_board.clone(), self.pool_next),
-                "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
-        for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
-        self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
-        if "pool" in state:
-            self.pool_cell, self.pool_board, self.pool_next = state["pool"]
-            self.generator.set_state(state["generator"])
+        return {"observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
+                "action_mask": mask.view(torch.bool).permute(2, 0, 1), "actions": previous.transpose(0, 1),
+                "step": self.clock, "steps_left": self.deadline - self.clock}
 
 
 # ===================================================================================== players
@@ -499,39 +1108,25 @@ RULES = {
     "switch-ns-nh": (FOREVER, False, 0.0, True),
     "switch-nh-ns": (0, False, 0.0, True),
 }
-PLAYER_NAMES = "random, ns, nh, nsh, patient-K (such as patient-28), noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns"
 
 
 def player_rule(name):
-    """The row of RULES for a rule-based player's name; None where it is no such name."""
+    """The row of RULES for the name of a rule-based player."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
-    return RULES.get(name)
-
-
-def path_lengths(board, targets, height, width):
-    """Steps from each cell to the nearest target around the obstacles: [H*W, B]; 1000 and more where there is none."""
-    far = 1000
-    free = (board[:height * width] != 0).view(height, width, -1)
-    length = torch.where(targets.view_as(free), 0, far).to(torch.int16)
-    while True:
-        near = torch.nn.functional.pad(length, (0, 0, 1, 1, 1, 1), value=far)
-        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
-                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
-        shorter = torch.where(free, torch.minimum(length, near + 1), far)
-        if torch.equal(shorter, length):
-            return length.flatten(0, 1)
-        length = shorter
+    if name not in RULES:
+        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+                      "patient-28), mix:A,B and file.py:Class")
+    return RULES[name]
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities of a player that seeks the nearest prey of one kind, in every seat: [7, N, B]."""
-    here = game.board[:game.cells]
+    """The action probabilities in every seat, [7, N, B], of a player that seeks the nearest prey of one kind."""
+    here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
-    length = path_lengths(game.board, targets, game.height, game.width)
-    length = torch.nn.functional.pad(length, (0, 0, 0, 1), value=0)  # those that have left
-    bits = game.legal_bits()
+    length = path_lengths(here != 0, targets, game.height, game.width)
+    length = F.pad(length, (0, 0, 0, 1), value=0)  # those that have left
     beyond = (game.cell + game.moves[:4, None, None]).clamp(0, game.cells)  # [4, N, B]
     shorter = length.gather(0, beyond.flatten(0, 1)).view_as(beyond) < length.gather(0, game.cell)
     legal = bits >> game.action_bits[:, None, None] & 1  # [7, N, B]
@@ -554,7 +1149,8 @@ def rule_probabilities(game, rule, second_half):
     stag_left = (game.board & STAG_BIT).amax(0) != 0
     seeks_stag = (game.clock < until) ^ (swaps.bool() & second_half)
     seeks_stag &= stag_left | ~falls_back.bool()
-    goal = torch.where(seeks_stag, seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT))
+    to_stag, to_hare = seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT)
+    goal = torch.where(seeks_stag, to_stag, to_hare)
     legal = (game.legal_bits() >> game.action_bits[:, None, None] & 1).float()
     return ((1 - noise) * goal + noise * (legal / legal.sum(0))).permute(2, 1, 0)
 
@@ -566,46 +1162,26 @@ def sample_actions(probabilities, generator):
     return (total <= number * total[..., -1:]).sum(-1)
 
 
-def load_player_class(name):
-    """Loads the class named by `file.py:Class` from a user's own file."""
-    path, _, class_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise Refused(f"--players {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"player_file_{os.path.abspath(path)}", path)
-    if spec is None:
-        raise Refused(f"--players {name}: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # before it runs: dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise Refused(f"--players {name}: {path} does not run: {type(error).__name__}: {error}") from error
-    if not isinstance(getattr(module, class_name, None), type):
-        raise Refused(f"--players {name}: {path} has no class {class_name}")
-    if not callable(getattr(module, class_name)) or not hasattr(getattr(module, class_name), "act"):
-        raise Refused(f"--players {name}: class {class_name} has no method act(observation, action_mask, step, "
-                         "generator)")
-    return getattr(module, class_name)
-
-
 class UserPlayer:
-    """A player from the user's own file in one seat, asked in batches and checked at every answer."""
+    """A player from the user's own file, `file.py:Class`, asked in batches and checked at every answer."""
 
     def __init__(self, name, game):
-        player_class = load_player_class(name)
-        try:
-            self.player = player_class()
-        except Exception as error:
-            raise Refused(f"--players {name}: {player_class.__name__}() fails: {error}") from error
         self.name = name
-        probe = game.observe()  # a wrong answer shows before anything has been written
-        try:
+        path, _, class_name = name.rpartition(":")
+        if not os.path.isfile(path):
+            raise Refused(f"--players {name}: there is no file {path}")
+        try:  # what is wrong with it shows before anything has been written
+            player_class = runpy.run_path(path).get(class_name)
+            if not hasattr(player_class, "act"):
+                raise Refused(f"--players {name}: {path} has no class {class_name} with a method "
+                              "act(observation, action_mask, step, generator)")
+            self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
-            self.act(probe, 0, torch.Generator(game.device).manual_seed(0))
+            self.act(game.observe(), 0, seeded(0, name, game.device))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"--players {name}: fails in its first answer: {type(error).__name__}: {error}") from error
+            raise Refused(f"--players {name} fails: {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -613,491 +1189,79 @@ class UserPlayer:
 
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
+        step = observation["step"]
         action = self.player.act(observation["observation"][:, seat], observation["action_mask"][:, seat],
-                                 observation["step"], generator)
-        expected = (len(observation["step"]),)
-        if not isinstance(action, torch.Tensor) or action.shape != expected:
-            shape = tuple(action.shape) if isinstance(action, torch.Tensor) else type(action).__name__
-            raise Refused(f"--players {self.name}: act returned {shape}, not a tensor of shape {expected}")
-        if action.dtype.is_floating_point or action.dtype.is_complex or action.dtype == torch.bool:
-            raise Refused(f"--players {self.name}: act returned {action.dtype}, not a tensor of integers")
+                                 step, generator)
+        got = type(action).__name__
+        if isinstance(action, torch.Tensor):
+            got = f"{action.dtype} {list(action.shape)}"
+        if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
+            raise Refused(f"--players {self.name}: act returned {got}, not {len(step)} whole numbers")
         return action
 
 
-class Lineup:
+class Lineup(Saved):
     """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
+
+    saved = ("kind", "episode", "generator")
 
     def __init__(self, names, game, seed=0, episodes=1):
         if len(names) != game.num_players:
-            raise Refused(f"--players names {len(names)} players, but the game has --num-players {game.num_players}")
+            raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
-        self.generator = torch.Generator(game.device).manual_seed(seed)
-        self.users, mixes = {}, []
-        for seat, name in enumerate(self.names):
-            is_mix = (name or "").startswith("mix:")
-            mixes.append(name[4:].split(",") if is_mix else [name])
-            if name is not None and ":" in name and not is_mix:
-                self.users[seat] = UserPlayer(name, game)
-                mixes[-1] = [None]
-        rules = []
-        for name in [name for mix in mixes for name in mix]:
-            rule = player_rule("random" if name is None else name)
-            if rule is None:
-                raise Refused(f"--players {name!r} is not known; there are {PLAYER_NAMES}, mix:A,B and file.py:Class")
-            rules.append(rule)
+        self.generator = seeded(seed, "lineup", game.device)
+        is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
+        self.known = torch.tensor(is_rule, device=game.device)
+        self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
+                      if name is not None and not is_rule[seat]}
+        mixes = [name.removeprefix("mix:").split(",") if rule else ["random"]
+                 for name, rule in zip(names, is_rule)]
         self.kinds = [name for mix in mixes for name in mix]  # one for each member of each seat's mix
-        self.rules = torch.tensor(rules, device=game.device, dtype=torch.float64)  # [kind, 4]; exact up to FOREVER
-        sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
-        self.sizes, self.first = sizes, sizes.cumsum(0) - sizes
+        self.rules = torch.tensor([player_rule(name) for name in self.kinds], device=game.device)  # [kind, 4]
+        self.sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
+        self.first = self.sizes.cumsum(0) - self.sizes
         self.kind = torch.zeros(game.num_envs, game.num_players, dtype=torch.int64, device=game.device)
         self.episode = torch.full((game.num_envs,), -1, device=game.device)
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
         """Begins an episode where `which` [B] says so: mixes are drawn anew."""
-        self.episode += which
-        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device, dtype=torch.float64)
-        drawn = self.first + (number * self.sizes).long()
+        self.episode = self.episode + which
+        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
+        drawn = self.first + (number.double() * self.sizes).long()
         self.kind = torch.where(which[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 
     def probabilities(self, game):
-        """The exact action probabilities [B, N, 7] of the rule-based seats; uniform over legal actions elsewhere."""
+        """The exact action probabilities [B, N, 7] of the seats that are `known`; uniform for the others."""
         second_half = 2 * (self.episode % self.episodes) >= self.episodes
-        return rule_probabilities(game, self.rules[self.kind].float(), second_half)
+        return rule_probabilities(game, self.rules[self.kind], second_half)
 
-    def act(self, game, observation):
+    def act(self, game):
         """The actions [B, N] of all seats; the caller puts its own into those that are left to it."""
-        if all(name is None for name in self.names):
-            return torch.full_like(self.kind, STAY)
-        actions = sample_actions(self.probabilities(game), self.generator)
+        actions = torch.full_like(self.kind, STAY)
+        if self.known.any():
+            actions = sample_actions(self.probabilities(game), self.generator)
+        if self.users:
+            observation = game.observe()
         for seat, player in self.users.items():
             actions[:, seat] = player.act(observation, seat, self.generator)
         return actions
 
-    def get_state(self):
-        return {"kind": self.kind.clone(), "episode": self.episode.clone(), "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        self.kind, self.episode = state["kind"].clone(), state["episode"].clone()
-        self.generator.set_state(state["generator"])
-
-
-def equal_players_test(returns, names):
-    """Do players of the same name earn equally? Paired tests over episodes, corrected for their number.
-
-    returns [E, N], names one for each seat. -> (largest |z| of all pairs, the limit it must stay under,
-    the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
-    """
-    pairs = [(i, j) for i in range(len(names)) for j in range(i) if names[i] == names[j] is not None]
-    if not pairs:
-        return 0.0, math.inf, None
-    limit = NormalDist().inv_cdf(1 - 0.001 / (2 * len(pairs)))
-    scores = []
-    for i, j in pairs:
-        difference = returns[:, i].double() - returns[:, j].double()
-        spread = difference.std().item() / math.sqrt(len(difference))
-        mean = abs(difference.mean().item())
-        scores.append(mean / spread if spread > 0 else (math.inf if mean > 0 else 0.0))
-    worst = max(range(len(pairs)), key=scores.__getitem__)
-    return scores[worst], limit, (pairs[worst][1], pairs[worst][0])
-
-
-# ================================================================================== networks
-
-
-SIGHT = 3  # cells that a player sees exactly in each direction; further ones are seen at the rim, in theirs
-
-
-def window(size, device):
-    """Which line of its window a player in line i sees line j in: one-hot [line of the window, j, i]."""
-    line = torch.arange(size, device=device)
-    offset = (line[:, None] - line).clamp(-SIGHT, SIGHT) + SIGHT  # [j, i]
-    return (offset == torch.arange(2 * SIGHT + 1, device=device)[:, None, None]).to(torch.uint8)
-
-
-def features(observation):
-    """What the networks get of an observation: whole numbers [N, B, F], a row for each player.
-
-    The board as seen from the player's own cell: its co-players, obstacles, stags and hares counted in a window of
-    7 x 7 around it. What is further off is counted at the rim, so that the window has one size for every board and
-    "go there" looks the same wherever the player stands. Then its own row and column, everybody's previous action
-    (all one-hot), the step and the steps left (at most 255 each), and as the last seven the action mask.
-    """
-    planes = observation["observation"].permute(1, 4, 2, 3, 0)  # [N, plane, H, W, B]
-    mask = observation["action_mask"].transpose(0, 1).to(torch.uint8)  # [N, B, 7]
-    row, column = planes[:, 0].amax(2), planes[:, 0].amax(1)  # one-hot [N, H, B], [N, W, B]; empty once it has left
-    see_row = (window(row.shape[1], mask.device)[..., None] * row[:, None, None]).sum(3, dtype=torch.uint8)
-    see_column = (window(column.shape[1], mask.device)[..., None] * column[:, None, None]).sum(3, dtype=torch.uint8)
-    # [N, window row, plane, H, W, B], summed over H; then the same for the columns
-    seen = (see_row[:, :, None, :, None] * planes[:, None, 1:]).sum(3, dtype=torch.uint8)
-    seen = (see_column[:, None, None] * seen[:, :, :, None]).sum(4, dtype=torch.uint8)  # [N, row, plane, column, B]
-    previous = observation["actions"].permute(1, 2, 0)[:, :, None] == torch.arange(NUM_ACTIONS, device=mask.device)[:, None]
-    clock = torch.stack([observation["step"], observation["steps_left"]]).clamp(0, 255).to(torch.uint8)
-    parts = [seen.flatten(1, 3), row, column, previous.flatten(1, 2), clock.expand(len(mask), -1, -1), mask.transpose(1, 2)]
-    return torch.cat([part.to(torch.uint8) for part in parts], 1).transpose(1, 2)
-
-
-def legal_log_softmax(logits, mask):
-    """Log-probabilities over the legal actions, [..., M, 7]; computed by columns, five times faster than by rows of 7."""
-    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
-    return columns.log_softmax(-2).transpose(-1, -2)
-
-
-def orthogonal(num_learners, inputs, outputs, gain, seed):
-    """Stacked orthogonal weights [L, inputs, outputs]; each learner's depend on the seed and its number alone."""
-    weight = torch.empty(num_learners, inputs, outputs)
-    for learner in range(num_learners):
-        generator = torch.Generator().manual_seed(seed * 1000 + learner)
-        nn.init.orthogonal_(weight[learner], gain, generator=generator)
-    return nn.Parameter(weight)
-
-
-class Agent(nn.Module):
-    """The policies and values of L learners as one stacked network: nothing is shared between them."""
-
-    precision = torch.float32  # of the first layer's product, the largest by far
-
-    def __init__(self, num_learners, num_inputs, hidden_size, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs, 1)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock, from 0 to 1
-        self.register_buffer("scale", scale)
-        biases = lambda size: nn.Parameter(torch.zeros(num_learners, 1, size))
-        self.w1, self.b1 = orthogonal(num_learners, num_inputs, hidden_size, math.sqrt(2), seed), biases(hidden_size)
-        self.w2, self.b2 = orthogonal(num_learners, hidden_size, hidden_size, math.sqrt(2), seed), biases(hidden_size)
-        self.w_actor, self.b_actor = orthogonal(num_learners, hidden_size, NUM_ACTIONS, 0.01, seed), biases(NUM_ACTIONS)
-        self.w_critic, self.b_critic = orthogonal(num_learners, hidden_size, 1, 1.0, seed), biases(1)
-
-    def forward(self, x):
-        """Features [L, M, F] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
-        mask = x[..., -NUM_ACTIONS:] != 0
-        hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale)))
-        hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden).float(), self.w2))
-        logits = torch.baddbmm(self.b_actor, hidden, self.w_actor)
-        value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
-        return legal_log_softmax(logits, mask), value.squeeze(-1)
-
-
-def load_policies(names, num_inputs):
-    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent: nobody learns in these seats."""
-    weights = []
-    for name in names:
-        path, _, player = name.rpartition(":")
-        checkpoint = load_checkpoint(path, f"--players {name}")
-        if "learner_of" not in checkpoint:
-            raise Refused(f"--players {name}: {path} holds no policies, it was written by {checkpoint['script']}")
-        learner = checkpoint["learner_of"].get(player)
-        if learner is None:
-            raise Refused(f"--players {name}: {path} holds {', '.join(checkpoint['learner_of'])}, not {player!r}")
-        weights.append({k: v if k == "scale" else v[learner] for k, v in checkpoint["agent"].items()})
-        got, want = weights[-1]["w1"].shape[0], num_inputs
-        if got != want:
-            raise Refused(f"--players {name}: that policy was trained on views of {got} numbers, this game gives {want}")
-        if weights[-1]["w1"].shape != weights[0]["w1"].shape:
-            raise Refused(f"--players {name}: its --hidden-size {weights[-1]['w1'].shape[1]} differs from "
-                          f"{weights[0]['w1'].shape[1]} of {names[0]}; trained players of one game must have one size")
-    agent = Agent(len(names), num_inputs, weights[0]["w1"].shape[1], 1, 0)
-    agent.load_state_dict({k: v if k == "scale" else torch.stack([w[k] for w in weights])
-                           for k, v in weights[0].items()})
-    return agent
-
-
-# ================================================================================== learning
-
-
-class Table:
-    """The game, and who sits where: learners, trained players, and all the others (a Lineup)."""
-
-    def __init__(self, args, num_envs, seed, agent=None):
-        players = list(args.players)
-        self.names = [f"player_{seat + 1}" for seat in range(len(players))]
-        self.learner_seats = [seat for seat, name in enumerate(players) if name == "ppo"]
-        self.trained_seats = [seat for seat, name in enumerate(players) if ".pt:" in name]
-        self.game = BatchedStagHunt(num_envs, num_players=len(players), device=args.device, seed=seed,
-                                    **{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)})
-        own = set(self.learner_seats + self.trained_seats)
-        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(players)], self.game, seed)
-        self.observation = self.game.observe()
-        num_learners = min(1, len(self.learner_seats)) if args.share_parameters else len(self.learner_seats)
-        # [learner, seat of that learner]: one seat each, or all of them where the parameters are shared
-        self.seats = torch.tensor(self.learner_seats, dtype=torch.int64, device=args.device)
-        self.seats = self.seats.view(num_learners, len(self.learner_seats) // max(num_learners, 1))
-        num_inputs = features(self.observation).shape[-1]
-        self.agent = agent or Agent(num_learners, num_inputs, args.hidden_size, args.final_time, args.seed)
-        self.agent.to(args.device)
-        self.agent.precision = getattr(torch, args.precision)
-        self.trained = None
-        if self.trained_seats:
-            trained = [players[seat] for seat in self.trained_seats]
-            self.trained = load_policies(trained, num_inputs).to(args.device)
-
-    def learner_view(self, x):
-        """Picks the learners' rows of [N, B, ...] and lays them out as [L, seats * B, ...]."""
-        return x[self.seats].flatten(1, 2)
-
-    def act(self, generator, greedy=False):
-        """One joint move [B, N], and for the learners what they saw and chose, its log-probability, the entropy and the value: each [L, M]."""
-        x = features(self.observation)
-        actions = self.lineup.act(self.game, self.observation)
-        if self.trained is not None:
-            log_probs, _ = self.trained(x[self.trained_seats])
-            actions[:, self.trained_seats] = sample_actions(log_probs.exp(), generator).T
-        view = self.learner_view(x)
-        log_probs, value = self.agent(view)
-        chances = log_probs.exp()
-        action = log_probs.argmax(-1) if greedy else sample_actions(chances, generator)
-        actions[:, self.seats.flatten()] = action.view(self.seats.numel(), self.game.num_envs).T
-        return (actions, view, action, log_probs.gather(-1, action[..., None]).squeeze(-1),
-                -(chances * log_probs).sum(-1), value)
-
-    def play(self, actions, restart=True):
-        """Plays a joint move; begins new episodes where one is over, unless told not to. -> what advance returns"""
-        out = self.game.advance(actions)
-        out["over"] = out["terminated"] | out["truncated"]
-        out["ended"] = out["left"] | out["over"][:, None]  # this player's own game is over [B, N]
-        if restart:
-            self.observation = self.game.reset(out["over"])
-            self.lineup.reset(out["over"])
-        else:
-            self.observation = self.game.observe()
-        return out
-
-    def restart(self):
-        """Begins a new episode everywhere."""
-        self.observation = self.game.reset()
-        self.lineup.reset(torch.ones(self.game.num_envs, dtype=torch.bool, device=self.game.device))
-
-
-class Returns:
-    """Sums up the episodes' returns as they are played, and keeps the last 500."""
-
-    def __init__(self, num_envs, num_players, device):
-        self.running = torch.zeros(num_envs, num_players, device=device)
-        self.last = torch.zeros(0, num_players, device=device)
-
-    def add(self, reward, over):
-        """Takes in the rewards [B, N] of a step, and where an episode is over [B]."""
-        self.running += reward
-        self.last = torch.cat([self.last, self.running[over]])[-500:]
-        self.running *= ~over[:, None]
-
-
-@torch.no_grad()
-def rollout(table, returns, num_steps, generator, reward_scale, whole_episodes=False):
-    """Plays num_steps steps, or one whole episode in each environment. -> dict of [T, L, M], values [T+1, L, M]
-
-    `present` says which of these are samples: the player was there, and the episode not yet over.
-    """
-    steps = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends", "present")}
-    if whole_episodes:
-        table.restart()
-    running = torch.ones(table.game.num_envs, dtype=torch.bool, device=table.game.device)
-    played = torch.zeros(table.game.num_envs, dtype=torch.int64, device=table.game.device)
-    for _ in range(num_steps):
-        actions, x, action, logprob, entropy, value = table.act(generator)
-        out = table.play(actions, restart=not whole_episodes)
-        returns.add(out["reward"] * running[:, None], out["over"] & running)
-        steps["x"].append(x)
-        steps["actions"].append(action)
-        steps["logprobs"].append(logprob)
-        steps["entropy"].append(entropy)
-        steps["values"].append(value)
-        steps["rewards"].append(table.learner_view(out["reward"].T) * reward_scale)
-        steps["ends"].append(table.learner_view(out["ended"].T))
-        steps["present"].append(table.learner_view((out["present"] & running[:, None]).T))
-        played += running
-        if whole_episodes:
-            running = running & ~out["over"]
-    steps["values"].append(table.agent(table.learner_view(features(table.observation)))[1])
-    return {key: torch.stack(value) for key, value in steps.items()}, played
-
-
-def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
-    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1, ...].
-
-    Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
-    trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
-    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and Retrace.
-    """
-    trace = torch.ones_like(rewards) if trace is None else trace
-    goes_on = (~ends).to(rewards.dtype)
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[0])
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * values[t + 1] * goes_on[t] - values[t]
-        advantages[t] = present[t] * (delta + gamma * gae_lambda * goes_on[t] * later)
-        later = trace[t] * advantages[t]
-    return advantages, values[:-1] + trace * advantages
-
-
-class EpisodeBuffer:
-    """Whole episodes, newest last; the oldest go when the steps in it would exceed its size."""
-
-    def __init__(self, size):
-        self.size, self.data, self.length = size, None, None
-
-    def add(self, data, length):
-        """data as a rollout gives it, [T, L, seats * B]; length [B], the steps of each episode."""
-        if self.data is not None:
-            seats = data["rewards"].shape[2] // len(length)
-            old, new = len(self.length), len(length)
-            data = {key: torch.cat([self.data[key].unflatten(2, (seats, old)), value.unflatten(2, (seats, new))], 3)
-                    .flatten(2, 3) for key, value in data.items()}
-            length = torch.cat([self.length, length])
-        newest_first = length.flip(0).cumsum(0).flip(0)
-        keep = newest_first <= max(self.size, length[-1])
-        seats = data["rewards"].shape[2] // len(length)
-        self.data = {key: value[:, :, keep.repeat(seats)] for key, value in data.items()}
-        self.length = length[keep]
-        return self.data
-
-
-@torch.no_grad()
-def bring_up_to_date(agent, data):
-    """What the present policy thinks of stored data: its log-probabilities, values, and the truncated ratio to the old.
-
-    The stored log-probability is the one the action was drawn with. PPO's ratio is taken to the present policy,
-    and each sample counts by min(1, present / drawn), as in decoupled PPO (Hilton et al. 2022).
-    """
-    log_probs, values = zip(*(agent(x) for x in data["x"]))
-    logprobs = torch.stack(log_probs[:-1] if len(log_probs) > len(data["actions"]) else log_probs)
-    logprobs = logprobs.gather(-1, data["actions"][..., None]).squeeze(-1)
-    values = torch.cat([torch.stack(values), data["values"][-1:]])
-    trace = (logprobs - data["logprobs"]).exp().clamp(max=1)
-    return {**data, "logprobs": logprobs, "values": values}, trace
-
-
-def masked_mean(x, weight):
-    """The mean of each row over its samples: [L, M] -> [L]."""
-    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
-
-
-def ppo_loss(log_probs, value, batch, args, ent_coef):
-    """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
-
-    log_probs [L, M, 7] and value [L, M] are the networks' answers now; batch holds [L, M] of actions, logprobs,
-    values, advantages, returns, trace, and weight: 1 for a sample, 0 for a step at which the player was absent.
-    """
-    weight = batch["weight"]
-    logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
-    ratio = logratio.exp()
-    advantages = batch["advantages"]
-    if args.norm_adv:
-        centred = advantages - masked_mean(advantages, weight)[:, None]
-        advantages = centred / (masked_mean(centred.square(), weight).sqrt()[:, None] + 1e-8)
-    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
-    policy_loss = -masked_mean(surrogate * batch["trace"], weight)
-    error = (value - batch["returns"]).square()
-    if args.clip_vloss:
-        clipped = batch["values"] + (value - batch["values"]).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.maximum(error, (clipped - batch["returns"]).square())
-    value_loss = 0.5 * masked_mean(error, weight)
-    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
-    loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
-    with torch.no_grad():
-        approx_kl = masked_mean(ratio - 1 - logratio, weight)  # http://joschu.net/blog/kl-approx.html
-        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight)
-    parts = {"policy_loss": policy_loss, "value_loss": value_loss / args.reward_scale**2, "entropy": entropy,
-             "approx_kl": approx_kl, "clipfrac": clipfrac}
-    return loss, {key: value.detach() for key, value in parts.items()}
-
-
-def clip_gradients(agent, max_norm):
-    """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
-    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
-    for gradient in gradients:
-        gradient.mul_(factor)
-
-
-def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, generator):
-    """One PPO update of all learners on data [T, L, M]. -> the means of the losses over the update, each [L]"""
-    rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
-    advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
-                                      args.gae_lambda, trace)
-    if args.prize_floor is not None:  # in a poor game a small prize counts as much as a large one in a rich game
-        advantages = advantages / (data["values"][:-1].abs() + args.prize_floor * args.reward_scale)
-    data = {**data, "values": data["values"][:-1], "advantages": advantages, "returns": returns,
-            "trace": torch.ones_like(advantages) if trace is None else trace,
-            "weight": data["present"].to(advantages.dtype)}
-    columns = ("x", "actions", "logprobs", "values", "advantages", "returns", "trace", "weight")
-    flat = {key: data[key].transpose(0, 1).flatten(0, 2) for key in columns}  # [L * samples, ...]
-    weight = flat["weight"].view(advantages.shape[1], -1)  # [L, samples]
-    num_learners, samples = weight.shape
-    offset = torch.arange(num_learners, device=weight.device)[:, None] * samples
-    most = max(int(weight.sum(1).max()), args.num_minibatches)
-    active = torch.ones(num_learners, dtype=torch.bool, device=weight.device)
-    totals = []
-    for _ in range(args.update_epochs):
-        # a random order with the absent at the end: the longest list of samples is as far as one need go
-        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
-        for rows in order.chunk(args.num_minibatches, 1):
-            index = (rows + offset).flatten()
-            batch = {key: value.index_select(0, index).unflatten(0, rows.shape) for key, value in flat.items()}
-            log_probs, value = network(batch["x"])
-            loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            clip_gradients(agent, args.max_grad_norm)
-            if args.target_kl is None:
-                optimizer.step()
-            else:
-                active = active & (parts["approx_kl"] <= args.target_kl)
-                step_some(agent, optimizer, active)
-            totals.append(parts)
-    means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
-    value_error = flat["returns"] - flat["values"]
-    spread = [variance(column.view(num_learners, -1), weight) for column in (value_error, flat["returns"])]
-    means["explained_variance"] = 1 - spread[0] / spread[1].clamp(min=1e-8)
-    return means
-
-
-def variance(x, weight):
-    """The variance of each row over its samples: [L, M] -> [L]."""
-    return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
-
-
-def step_some(agent, optimizer, active):
-    """Lets the optimiser step, and takes the step back for the learners that are not active [L]."""
-    tensors = [*agent.parameters()] + [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    before = [tensor.detach().clone() for tensor in tensors]
-    optimizer.step()
-    with torch.no_grad():
-        for tensor, old in zip(tensors, before):
-            tensor.copy_(torch.where(active[:, None, None], tensor, old))
-
-
-@torch.no_grad()
-def evaluate(args, agent, episodes, greedy, seed):
-    """Plays fresh episodes with the learners as they are. -> returns [episodes, N]"""
-    num_envs = min(episodes, 2000)
-    table = Table(args, num_envs, seed, agent)
-    generator = torch.Generator(args.device).manual_seed(seed)
-    finished = []
-    for _ in range(math.ceil(episodes / num_envs)):
-        total = torch.zeros(num_envs, len(args.players), device=args.device)
-        running = torch.ones(num_envs, dtype=torch.bool, device=args.device)
-        while running.any():
-            out = table.play(table.act(generator, greedy)[0], restart=False)
-            total += out["reward"] * running[:, None]
-            running &= ~out["over"]
-        finished.append(total)
-        table.restart()
-    return torch.cat(finished)[:episodes]
-
 
 # =================================================================================== outputs
 
+SCRIPT = os.path.basename(__file__)
+
 
 def resolve_flags(args, free=("total_timesteps",)):
-    """With --resume, takes over the flags of that run; one given again must be the same, except a larger of `free`."""
+    """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
     path = os.path.join(args.resume, "config.json")
@@ -1105,66 +1269,67 @@ def resolve_flags(args, free=("total_timesteps",)):
         raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
     with open(path, encoding="utf-8") as file:
         saved = json.load(file)
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if saved.pop("script") != script:
-        raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
-    values = {}
+    names = {field.name for field in dataclasses.fields(args)}
+    if saved.pop("script") != SCRIPT or saved.keys() != names:
+        raise Refused(f"--resume {args.resume}: that run was begun by another script than this {SCRIPT}")
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     for field in dataclasses.fields(args):
-        if field.name not in saved:
-            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
         given, before = getattr(args, field.name), saved[field.name]
-        before = tuple(before) if isinstance(before, list) else before
-        values[field.name] = before
-        if given == field.default or given == before or field.name == "resume":
+        if given in (field.default, before) or field.name == "resume":
             continue
-        flag = "--" + field.name.replace("_", "-")
-        if field.name not in free:
-            raise Refused(f"{flag} {given} differs from {before}, with which {args.resume} was begun")
-        if given < before:
-            raise Refused(f"{flag} {given} is less than {before}, with which {args.resume} was begun")
-        values[field.name] = given
-    return dataclasses.replace(args, **{**values, "resume": args.resume})
+        if field.name not in free or given < before:
+            raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
+        saved[field.name] = given
+    return dataclasses.replace(args, **{**saved, "resume": args.resume})
 
 
 def prepare_torch(args):
-    """Threads, device and seeds."""
-    if args.threads < 1:
-        raise Refused(f"--threads {args.threads} must be at least 1")
+    """Threads, device and seed."""
+    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
 
 
 def board_name(args):
-    """The board in short, as in the notes of stag hunters: 4x4-4h1s, 8x8-b5-4h1s."""
+    """The board in short: 4x4-4h1s, 8x8-b5-4h1s."""
     blocks = f"-b{args.max_blocks}" if args.max_blocks else ""
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
     if args.resume is not None:
         folder = args.resume
     else:
-        name = args.run_name or f"stag-hunt-{board_name(args)}__{script[:-3]}__{args.seed}__{int(time.time())}"
-        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name or not name:
+        now = int(time.time())
+        name = args.run_name or f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{now}"
+        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
             raise Refused(f"--run-name {name!r} is no valid folder name")
         folder = os.path.join(args.runs_dir, name)
         try:
             os.makedirs(folder)
         except FileExistsError as error:
-            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or choose another "
-                          "name") from error
+            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or "
+                          "choose another name") from error
         except OSError as error:
             raise Refused(f"--runs-dir {args.runs_dir}: {folder} cannot be made: {error.strerror}") from error
-    save_json(os.path.join(folder, "config.json"), {"script": script, **dataclasses.asdict(args), "resume": None})
+    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    save_json(os.path.join(folder, "config.json"), config)
     return folder
+
+
+def open_writer(folder, args, true_steps=0):
+    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
+
+    writer = SummaryWriter(folder, purge_step=true_steps or None)
+    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    return writer
 
 
 def save_json(path, content):
@@ -1177,34 +1342,25 @@ def save_json(path, content):
 def save_checkpoint(folder, content):
     """Writes checkpoint.pt whole or not at all."""
     path = os.path.join(folder, "checkpoint.pt")
-    torch.save(content, path + ".new")
+    torch.save({"script": SCRIPT, **content}, path + ".new")
     os.replace(path + ".new", path)
 
 
-def load_checkpoint(path, flag):
-    """Reads a checkpoint onto the CPU; what is none is refused in the name of the flag that asked for it."""
+def load_checkpoint(path, asked, device="cpu"):
+    """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{flag}: there is no file {path}")
+        raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise Refused(f"{flag}: {path} is no checkpoint ({type(error).__name__})") from error
+        raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
-        raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
 
 
-def on_device(state, device):
-    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
-    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
-
-
 class Interrupt:
-    """Turns the first Ctrl-C into a wish to stop, to be granted between two updates; the second stops at once."""
+    """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
 
     def __enter__(self):
         self.wanted = False
@@ -1219,29 +1375,84 @@ class Interrupt:
         signal.signal(signal.SIGINT, self.before)
 
 
-class Thresholds:
+class Returns(Saved):
+    """Sums up the episodes' returns as they are played, and keeps the last 500."""
+
+    saved = ("running", "last")
+
+    def __init__(self, num_envs, num_players, device):
+        self.running = torch.zeros(num_envs, num_players, device=device)
+        self.last = torch.zeros(0, num_players, device=device)
+
+    def add(self, reward, over):
+        """Takes in the rewards [B, N] of a step, and where an episode is over [B]."""
+        total = self.running + reward
+        self.last = torch.cat([self.last, total[over]])[-500:]
+        self.running = total * ~over[:, None]
+
+    def show(self, bar):
+        """Shows each player's mean return on the one moving line."""
+        if len(self.last):
+            means = " ".join(f"{value:.2f}" for value in self.last.mean(0).tolist())
+            bar.set_postfix_str(f"return {means}", refresh=False)
+
+
+class Thresholds(Saved):
     """When the mean return of the last 500 episodes first reached each of some values."""
+
+    saved = ("reached",)
 
     def __init__(self, values):
         self.reached = {f"{value:g}": None for value in values}
 
-    def check(self, last, seats, seconds, timesteps):
-        """last [<=500, N] are the returns of the last episodes, seats those whose mean counts."""
-        if len(last) < 500:
-            return
-        mean = last[:, seats].mean().item()
-        for value, reached in self.reached.items():
-            if reached is None and mean >= float(value):
-                self.reached[value] = {"seconds": round(seconds, 2), "timesteps": timesteps}
+    def check(self, last, seats, **now):
+        """Looks at the mean of the last returns [<=500, N] of some seats; `now` is what to remember."""
+        mean = last[:, seats].mean().item() if len(last) == 500 else -math.inf
+        self.reached = {value: now if at is None and mean >= float(value) else at
+                        for value, at in self.reached.items()}
+
+    def print(self):
+        rows = [["return", "after", ""]]
+        for value, at in self.reached.items():
+            rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
+                        else [value, "not reached", ""])
+        print_table("mean return of the last 500 episodes first reached", rows)
 
 
-def summarise(returns, seats):
-    """The mean return of each player and of the seats that count, with 95 % intervals: for results.json."""
-    half = lambda x: 1.96 * x.std().item() / math.sqrt(max(len(x), 1))
-    names = [f"player_{seat + 1}" for seat in range(returns.shape[1])]
-    columns = dict(zip(names, returns.double().T)) | {"mean": returns[:, seats].double().mean(1)}
+def equal_players_test(returns, names):
+    """Do players of the same name earn equally? Paired tests over episodes, corrected for their number.
+
+    returns [E, N], names one for each seat. -> (largest |z| of all pairs, the limit it must stay under,
+    the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
+    """
+    scores = []
+    for j in range(len(names)):
+        for i in range(j):
+            if names[i] == names[j] is not None:
+                difference = returns[:, i].double() - returns[:, j].double()
+                mean = abs(difference.mean().item())
+                spread = difference.std().item() / math.sqrt(len(difference))
+                scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
+    if not scores:
+        return 0.0, math.inf, None
+    score, pair = max(scores)
+    return score, NormalDist().inv_cdf(1 - 0.001 / (2 * len(scores))), pair
+
+
+def summarise(returns, seats, names):
+    """What results.json tells of episodes' returns [E, N].
+
+    Means with 95 % intervals, of each player and of the seats that count, and whether players of the same
+    name earn equally.
+    """
+    half = lambda x: 1.96 * x.std().item() / math.sqrt(len(x)) if len(x) > 1 else 0.0
+    finite = lambda x: x if math.isfinite(x) else None
+    columns = {f"player_{seat + 1}": column for seat, column in enumerate(returns.double().T)}
+    columns["mean"] = returns[:, seats].double().mean(1)
+    score, limit, _ = equal_players_test(returns, names)
     return {**{name: column.mean().item() for name, column in columns.items()},
-            "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns)}
+            "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
+            "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),
@@ -1249,37 +1460,38 @@ COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 
 
 
 def draw_board(game, env, caption="", size=56):
-    """One environment as a picture: numbered players, the stag with antlers, hares with long ears, grey obstacles."""
+    """One game as a picture: numbered players, stags with antlers, hares with long ears, grey obstacles."""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
-    height, width = game.height, game.width
-    image = Image.new("RGB", (max(width * size, 220), height * size + 26), (250, 248, 242))
+    image = Image.new("RGB", (max(game.width * size, 220), game.height * size + 26), (250, 248, 242))
     draw = ImageDraw.Draw(image)
+    brown, grey, ink = (150, 92, 48), (176, 170, 162), (52, 54, 60)
     board, cells = game.board[:, env].tolist(), game.cell[:, env].tolist()
-    for cell in range(game.cells):
-        x, y = cell % width * size, cell // width * size
-        draw.rectangle((x, y, x + size, y + size), fill="white" if board[cell] else (104, 108, 118), outline=(221, 216, 204))
-        if board[cell] & STAG_BIT:
+
+    def within(cell, *points):
+        """Points given by their place in a cell, from 0 to 1."""
+        return [(size * (cell % game.width + x), size * (cell // game.width + y)) for x, y in points]
+
+    for cell, bits in enumerate(board[:-1]):
+        draw.rectangle(within(cell, (0, 0), (1, 1)), "white" if bits else (104, 108, 118), (221, 216, 204))
+        if bits & STAG_BIT:
             for side in (-1, 1):
-                tip, fork = x + size * (0.5 + 0.34 * side), x + size * (0.5 + 0.2 * side)
-                draw.line((x + size * 0.5, y + size * 0.4, fork, y + size * 0.22, tip, y + size * 0.06), (92, 58, 34), 3)
-                draw.line((fork, y + size * 0.22, fork - side * 3, y + size * 0.04), (92, 58, 34), 3)
-            draw.polygon([(x + size * a, y + size * b) for a, b in ((0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9))],
-                         fill=(150, 92, 48))
-        elif board[cell] & HARE_BIT:
-            for side in (-1, 1):
-                middle = x + size * (0.5 + 0.11 * side)
-                draw.ellipse((middle - 4, y + size * 0.1, middle + 4, y + size * 0.6), fill=(176, 170, 162))
-            draw.ellipse((x + size * 0.28, y + size * 0.45, x + size * 0.72, y + size * 0.9), fill=(176, 170, 162))
+                fork, tip = (0.5 + 0.2 * side, 0.22), (0.5 + 0.34 * side, 0.06)
+                draw.line(within(cell, (0.5, 0.4), fork, tip), brown, 3)
+                draw.line(within(cell, fork, (0.5 + 0.14 * side, 0.04)), brown, 3)
+            draw.polygon(within(cell, (0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9)), brown)
+        elif bits & HARE_BIT:
+            for ear in (0.32, 0.54):
+                draw.ellipse(within(cell, (ear, 0.1), (ear + 0.14, 0.6)), grey)
+            draw.ellipse(within(cell, (0.28, 0.45), (0.72, 0.9)), grey)
     for player, cell in enumerate(cells):
         if cell < game.cells:
-            together = [other for other in range(len(cells)) if cells[other] == cell]
-            slot, radius = together.index(player), size * 0.21
-            x = cell % width * size + size * (0.26 + 0.48 * (slot % 2))
-            y = cell // width * size + size * (0.26 + 0.48 * (slot // 2 % 2))
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[player % len(COLOURS)])
-            draw.text((x, y), str(player + 1), fill="white", anchor="mm", font=ImageFont.load_default(size * 0.28))
-    draw.text((4, height * size + 13), caption, fill=(52, 54, 60), anchor="lm", font=ImageFont.load_default(14))
+            slot = cells[:player].count(cell)  # players of one cell stand beside one another
+            x, y = 0.26 + 0.48 * (slot % 2), 0.26 + 0.48 * (slot // 2 % 2)
+            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.28)
+            draw.ellipse(within(cell, (x - 0.21, y - 0.21), (x + 0.21, y + 0.21)), colour)
+            draw.text(*within(cell, (x, y)), str(player + 1), "white", font, "mm")
+    draw.text((4, game.height * size + 13), caption, ink, ImageFont.load_default(14), "lm")
     return image
 
 
@@ -1287,19 +1499,22 @@ def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[350] * (len(frames) - 1) + [1500], loop=0)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    durations = [350] * (len(frames) - 1) + [1500]  # milliseconds
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
     with open(path, "rb") as file:
-        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width, height=frames[0].height)
+        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
+                                height=frames[0].height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
 def print_table(title, rows):
     """Prints rows of text under a title, the first row being the head, in columns."""
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
     print(f"\n{title}")
     for row in rows:
-        print("  " + "  ".join(str(cell).ljust(width) if column == 0 else str(cell).rjust(width)
-                               for column, (cell, width) in enumerate(zip(row, widths))))
+        cells = [str(cell).rjust(width) for cell, width in zip(row, widths)]
+        print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
 def run_script(args_class, main):
@@ -1309,205 +1524,6 @@ def run_script(args_class, main):
     except Refused as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)
-
-
-# ====================================================================================== main
-
-
-def check_flags(args):
-    """Refuses flags that make no sense, alone or together."""
-    whole = ("total_timesteps", "num_envs", "num_steps", "hidden_size", "num_minibatches", "update_epochs")
-    for name in whole:
-        if getattr(args, name) < 1:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf),
-                            ("ent_coef", 0, math.inf), ("ent_coef_end", 0, math.inf),
-                            ("soft_coef", 0, math.inf), ("soft_until", 0, 1), ("vf_coef", 0, math.inf),
-                            ("clip_coef", 0, math.inf), ("eval_episodes", 0, math.inf), ("save_every", 0, math.inf)):
-        if not low <= getattr(args, name) <= high:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must lie between {low} and {high}")
-    for name in ("reward_scale", "max_grad_norm", "target_kl", "prize_floor"):
-        if getattr(args, name) is not None and not getattr(args, name) > 0:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be greater than 0")
-    learners = list(args.players).count("ppo")
-    if not learners:
-        raise Refused(f"--players {' '.join(args.players)}: nobody learns; write ppo in at least one seat")
-    if args.share_parameters and learners == 1:
-        raise Refused(f"--share-parameters needs two learners or more, --players {' '.join(args.players)} has 1")
-    if args.buffer == "transitions" and args.buffer_size is not None:
-        raise Refused(f"--buffer-size {args.buffer_size} means nothing with --buffer transitions")
-    if args.buffer == "episodes" and args.num_steps != Args.num_steps:
-        raise Refused(f"--num-steps {args.num_steps} means nothing with --buffer episodes: episodes are played whole")
-    if args.buffer == "episodes" and (args.buffer_size or 5000) < args.final_time:
-        raise Refused(f"--buffer-size {args.buffer_size} is too small for one episode of --final-time {args.final_time}")
-    samples = args.num_envs * (args.num_steps if args.buffer == "transitions" else 1)
-    if samples < args.num_minibatches:
-        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an update "
-                      f"(--num-envs {args.num_envs})")
-
-
-def progress_line(bar, table, returns):
-    """Shows each player's mean return over the last episodes on the one moving line."""
-    if len(returns.last):
-        bar.set_postfix_str("return " + " ".join(f"{value:.2f}" for value in returns.last.mean(0).tolist()), refresh=False)
-
-
-def record_episode(args, agent, seed):
-    """Plays one episode for a picture. -> frames"""
-    table = Table(args, 1, seed, agent)
-    generator = torch.Generator(args.device).manual_seed(seed)
-    total, frames, over = torch.zeros(len(args.players)), [], False
-    while not over:
-        returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
-        frames.append(draw_board(table.game, 0, f"step {int(table.game.clock)}  returns {returns}"))
-        with torch.no_grad():
-            out = table.play(table.act(generator)[0], restart=False)
-        total, over = total + out["reward"][0].cpu(), bool(out["over"])
-    returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
-    return frames + [draw_board(table.game, 0, f"over  returns {returns}")]
-
-
-def main(args):
-    args = resolve_flags(args)
-    check_flags(args)
-    prepare_torch(args)
-    table = Table(args, args.num_envs, args.seed)
-    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
-                                           args.device)
-    folder = open_run(args)
-
-    agent = table.agent
-    network = torch.compile(agent) if args.compile else agent
-    optimizer = torch.optim.Adam(agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    returns = Returns(args.num_envs, len(args.players), args.device)
-    buffer = EpisodeBuffer(args.buffer_size or 5000) if args.buffer == "episodes" else None
-    thresholds = Thresholds(args.thresholds)
-    learner_names = [table.names[seat] for seat in table.learner_seats]
-    learner_of = {name: 0 if args.share_parameters else learner for learner, name in enumerate(learner_names)}
-    timesteps, seconds_before = 0, 0.0
-    tail = []  # the losses of the last tenth of the run, whose means are its final ones
-    if checkpoint:
-        agent.load_state_dict(checkpoint["agent"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        table.game.set_state(checkpoint["game"])
-        table.lineup.set_state(checkpoint["lineup"])
-        table.observation = table.game.observe()
-        generator.set_state(checkpoint["generator"])
-        returns.running, returns.last = checkpoint["returns"]
-        timesteps, seconds_before, tail = checkpoint["timesteps"], checkpoint["seconds"], checkpoint["tail"]
-        thresholds.reached.update(checkpoint["thresholds"])
-        if buffer:
-            buffer.data, buffer.length = checkpoint["buffer"]
-
-    def seconds():
-        return seconds_before + time.perf_counter() - START
-
-    def save():
-        save_checkpoint(folder, {
-            "script": "ppo_single_player.py", "config": dataclasses.asdict(args), "agent": agent.state_dict(),
-            "learner_of": learner_of, "optimizer": optimizer.state_dict(), "game": table.game.get_state(),
-            "lineup": table.lineup.get_state(), "generator": generator.get_state(),
-            "returns": (returns.running, returns.last), "timesteps": timesteps, "seconds": seconds(),
-            "tail": tail, "thresholds": thresholds.reached, "buffer": (buffer.data, buffer.length) if buffer else None})
-
-    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
-
-    writer = SummaryWriter(folder, purge_step=timesteps if checkpoint else None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    saved = pictured = time.perf_counter()
-    begun, begun_at = time.perf_counter(), timesteps
-    bar = tqdm(total=args.total_timesteps, initial=timesteps, unit=" steps", unit_scale=True, dynamic_ncols=True,
-               mininterval=0.5, desc="training")
-    with Interrupt() as interrupt:
-        while timesteps < args.total_timesteps and not interrupt.wanted:
-            part_begun = time.perf_counter()
-            left = 1 - timesteps / args.total_timesteps  # the share of the run that is still to come
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * (left if args.anneal_lr else 1)
-            ent_coef = args.ent_coef_end + (args.ent_coef - args.ent_coef_end) * left
-            soft_coef = args.soft_coef * max(0.0, 1 - (1 - left) / args.soft_until) if args.soft_until else 0.0
-
-            whole_episodes = buffer is not None
-            data, played = rollout(table, returns, args.final_time if whole_episodes else args.num_steps, generator,
-                                   args.reward_scale, whole_episodes)
-            timesteps += int(played.sum())
-            taken = data["actions"], data["present"]
-            rollout_seconds, part_begun = time.perf_counter() - part_begun, time.perf_counter()
-
-            trace = None
-            if whole_episodes:
-                data, trace = bring_up_to_date(agent, buffer.add(data, played))
-            losses = update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, generator)
-            learning_seconds = time.perf_counter() - part_begun
-            if timesteps > 0.9 * args.total_timesteps:
-                tail.append(losses)
-
-            thresholds.check(returns.last, table.learner_seats, seconds(), timesteps)
-            for seat, name in enumerate(table.names):
-                if len(returns.last):
-                    writer.add_scalar(f"charts/episodic_return/{name}", returns.last[:, seat].mean(), timesteps)
-            for name in learner_names:
-                for key, value in losses.items():
-                    writer.add_scalar(f"losses/{key}/{name}", value[learner_of[name]], timesteps)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], timesteps)
-            writer.add_scalar("charts/ent_coef", ent_coef, timesteps)
-            writer.add_scalar("charts/soft_coef", soft_coef, timesteps)
-            writer.add_scalar("charts/SPS", (timesteps - begun_at) / (time.perf_counter() - begun), timesteps)
-            writer.add_scalar("time/rollout", rollout_seconds, timesteps)
-            writer.add_scalar("time/learning", learning_seconds, timesteps)
-            bar.update(timesteps - bar.n)
-            progress_line(bar, table, returns)
-
-            last = timesteps >= args.total_timesteps or interrupt.wanted
-            if last or time.perf_counter() - pictured > args.picture_every:
-                pictured = time.perf_counter()
-                add_gif(writer, "episode", record_episode(args, agent, args.seed + timesteps), timesteps,
-                        os.path.join(folder, "pictures", f"episode_{timesteps}.gif"))
-                actions, present = taken
-                for name in learner_names:
-                    learner = learner_of[name]
-                    writer.add_histogram(f"actions/{name}", actions[:, learner][present[:, learner]], timesteps)
-            if last or time.perf_counter() - saved > args.save_every:
-                saved = time.perf_counter()
-                save()
-    bar.close()
-    trained_seconds = seconds()
-    if interrupt.wanted and timesteps < args.total_timesteps:
-        writer.close()
-        print(f"stopped at {timesteps} steps; go on with: python ppo_single_player.py --resume {folder}")
-        return 130
-
-    results = {"timesteps": timesteps, "seconds": round(trained_seconds, 2),
-               "sps": round((timesteps - begun_at) / max(time.perf_counter() - begun, 1e-9)),
-               "evaluation": {}, "thresholds": thresholds.reached,
-               "losses": {}}
-    for key in tail[0] if tail else ():
-        mean = torch.stack([losses[key] for losses in tail]).mean(0)
-        results["losses"][key] = {name: mean[learner_of[name]].item() for name in learner_names}
-    rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
-    for mode in ("sampled", "greedy") if args.eval_episodes else ():
-        played = evaluate(args, agent, args.eval_episodes, mode == "greedy", args.seed + 1_000_000).cpu()
-        summary = summarise(played, table.learner_seats)
-        names = [f"{name} {strength}" for name, strength in zip(args.players, args.strengths or [1] * len(args.players))]
-        score, limit, _ = equal_players_test(played, names)
-        summary["equal_players"] = {"largest_z": score if math.isfinite(score) else None,
-                                    "limit": limit if math.isfinite(limit) else None, "equal": score <= limit}
-        results["evaluation"][mode] = summary
-        rows.append([mode, *(f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"]),
-                     str(summary["episodes"])])
-        writer.add_scalar(f"evaluation/{mode}", summary["mean"], timesteps)
-    writer.close()
-    save_json(os.path.join(folder, "results.json"), results)
-    if args.eval_episodes:
-        print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
-    reached = [[value, *((f"{at['seconds']:.1f} s", f"{at['timesteps']} steps") if at else ("not reached", ""))]
-               for value, at in thresholds.reached.items()]
-    print_table("mean return of the last 500 episodes first reached", [["return", "after", ""], *reached])
-    print(f"\n{timesteps} steps in {trained_seconds:.0f} s, {results['sps']} a second. Everything is in {folder}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -1,25 +1,75 @@
 """The batched game and its rule-based players: thousands of stag hunts as one tensor program.
 
-Every script at the top level carries a copy of this text (`python tests/copies.py` keeps the copies
-the same), so this file is where the rest of `envs/` and the tests take it from. `stag_hunt.py` tells
-the same rules for one game, one player and one cell at a time; the two are played against each other
-step for step in the tests.
+The scripts at the top level carry copies of what they need of this text, and `python tests/copies.py` keeps
+them the same; the rest of `envs/` and the tests take it from here. `stag_hunt.py` tells the same rules for one
+game, one player and one cell at a time; in the tests the two are played against each other step for step.
 """
 
-import importlib.util
+import functools
 import math
 import os
-import sys
+import random
+import re
+import runpy
 from statistics import NormalDist
 
 import torch
+import torch.nn.functional as F
 
-# ======================================================================================== game
+# ======================================================================================= state
 
 
 class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
+
+def flag(name):
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args, ranges):
+    """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
+    for low, high, names in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+                raise Refused(f"{flag(name)} {value} must {bounds}")
+
+
+class Saved:
+    """A thing whose state is a few attributes, named in `saved`: plain values, or again things with a state."""
+
+    saved = ()
+
+    def state_dict(self):
+        """The state by name, for a checkpoint."""
+        state = {}
+        for name in self.saved:
+            part = getattr(self, name)
+            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+            state[name] = get() if get else part
+        return state
+
+    def load_state_dict(self, state):
+        """Goes on from a state, or from a part of one."""
+        for name, value in state.items():
+            part = getattr(self, name)
+            if isinstance(part, torch.Generator):
+                part.set_state(value.cpu())
+            elif hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def seeded(seed, what, device="cpu"):
+    """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed} {what}").getrandbits(63))
+
+
+# ======================================================================================== game
 
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 NUM_ACTIONS = len(ACTIONS)
@@ -27,6 +77,7 @@ STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
 # What one may do on a cell is a set of actions, kept as a byte: bit a is set where action a is legal.
 STAY_BIT, STAG_BIT, HARE_BIT = 1 << STAY, 1 << HUNT_STAG, 1 << HUNT_HARE
 GEOGRAPHY_BITS = STAG_BIT - 1  # the four moves and staying: what is left of a cell without its prey
+STATE = ("cell", "board", "previous", "clock", "deadline")  # a position of the game, see BatchedStagHunt
 
 # Straight tromino, corner tromino, straight tetromino, L tetromino: (row, column) of each cell.
 BLOCK_SHAPES = (
@@ -35,204 +86,171 @@ BLOCK_SHAPES = (
     ((0, 0), (0, 1), (0, 2), (0, 3)),
     ((0, 0), (1, 0), (2, 0), (2, 1)),
 )
+FAR = 1000  # a path of this many steps or more does not exist
 
 
-def turned_blocks():
-    """Every block shape in its four turns, corner at (0, 0): [shape * turn, 4 cells, (row, column)]."""
-    table = []
-    for shape in BLOCK_SHAPES:
-        for _ in range(4):
+def tabulate_blocks(height, width):
+    """The cells that an obstacle covers, by shape, turn and place: [16 C, C]; none where it sticks out."""
+    table = torch.zeros(len(BLOCK_SHAPES), 4, height * width, height, width, dtype=torch.bool)
+    for number, shape in enumerate(BLOCK_SHAPES):
+        for turn in range(4):
             shape = [(column, -row) for row, column in shape]
-            top, left = min(r for r, _ in shape), min(c for _, c in shape)
-            shape = [(r - top, c - left) for r, c in shape]
-            table.append(shape + shape[-1:] * (4 - len(shape)))  # a tromino names its last cell twice
-    return torch.tensor(table)
+            rows, columns = (torch.tensor(line) - min(line) for line in zip(*shape))
+            for place in range(height * width):
+                row, column = place // width + rows, place % width + columns
+                if row.max() < height and column.max() < width:
+                    table[number, turn, place, row, column] = True
+    return table.flatten(0, 2).flatten(1)
 
 
-def check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                stag_hunters, time_reward, strengths):
-    """Refuse a game that cannot be played, with one line that names the arguments and their values."""
-    largest = 1e30  # far inside the range of float32, so that no reward can overflow
-    for flag, value, least in (("--height", height, 1), ("--width", width, 1), ("--num-players", num_players, 1),
-                               ("--stags", stags, 0), ("--hares", hares, 0), ("--max-blocks", max_blocks, 0),
-                               ("--final-time", final_time, 1), ("--stag-hunters", stag_hunters, 1)):
-        if not hasattr(value, "__index__"):
-            raise Refused(f"{flag} {value!r} must be a whole number")
-        if value < least:
-            raise Refused(f"{flag} {value} must be at least {least}")
-    for flag, value, least in (("--stag-reward", stag_reward, 0), ("--hare-reward", hare_reward, 0),
-                               ("--time-reward", time_reward, -largest)):
-        if not hasattr(value, "__float__") or not least <= value <= largest:  # nan fails every comparison
-            raise Refused(f"{flag} {value!r} must be a finite number from {least:g} to {largest:g}")
-    if strengths is not None:
-        if not hasattr(strengths, "__len__") or len(strengths) != num_players:
-            raise Refused(f"--strengths {strengths!r} must be {num_players} numbers, one for each of "
-                             f"--num-players {num_players}")
-        for strength in strengths:
-            if not hasattr(strength, "__float__") or not 1 / largest <= strength <= largest:
-                raise Refused(f"--strengths {strengths!r} must be positive and finite numbers, "
-                                 f"but one of them is {strength!r}")
-    if stags + hares == 0:
-        raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
-    if stags > 0 and num_players < stag_hunters:
-        raise Refused(f"--num-players {num_players} can never catch a stag that needs --stag-hunters "
-                         f"{stag_hunters}: play with more players or with --stags 0")
-    cells, pieces = height * width - 4 * max_blocks, num_players + stags + hares
-    if cells < pieces:
-        raise Refused(f"--height {height} x --width {width} minus 4 cells for each of --max-blocks {max_blocks} "
-                         f"leaves {cells} cells for {pieces} pieces ({num_players} players, {stags} stags, "
-                         f"{hares} hares)")
+def path_lengths(free, targets, height, width):
+    """Steps from each cell to the nearest target around the obstacles, or FAR: all are [C, B]."""
+    free = free.view(height, width, -1)
+    length = torch.where(targets.view_as(free), 0, FAR).to(torch.int16)
+    while True:
+        near = F.pad(length, (0, 0, 1, 1, 1, 1), value=FAR)
+        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
+                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
+        shorter = torch.where(free, torch.minimum(length, near + 1), FAR)
+        if torch.equal(shorter, length):
+            return length.flatten(0, 1)
+        length = shorter
 
 
-class BatchedStagHunt:
-    """Many stag hunts at once, each tensor running over (environment, player).
+class BatchedStagHunt(Saved):
+    """Many stag hunts at once, played by the rules of `envs/stag_hunt.py`.
 
-    The rules are those of `envs/stag_hunt.py`: hunts are settled where the players stood, then all move;
-    a caught prey and its hunters leave at once; an illegal action is played, and recorded, as stay.
+    Hunts are settled where the players stood, then all move. A caught prey and its hunters leave at once. An
+    illegal action is played, and recorded, as stay. Where the games stand (STATE):
 
-    Inside, the environment is the last dimension, so that every operation runs over long rows; what is
-    handed out is turned round to [environment, player, ...] as a view.
+        cell      [N, B]    where each player stands; C once it has left
+        board     [C+1, B]  the legal actions on each cell, as bits: none on an obstacle, hunting where there
+                            is prey. The last row is for those that have left, who may only stay
+        previous  [N, B]    the last action as it was played
+        clock     [B]       steps played
+        deadline  [B]       the step at which the clock ends the episode
 
-        cell      [N, B]      where each player stands; H*W once it has left
-        board     [H*W+1, B]  the actions that are legal on each cell, as bits; 0 on an obstacle. The prey
-                              is told by its hunting bit, and the last row, for those that left, is "stay"
-        previous  [N, B]      the last action as it was played
-        clock     [B]         steps played
-        deadline  [B]         the step at which the clock ends the episode
+    These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
+    operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
 
-    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0, final_time=35,
-                 stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0, strengths=None,
-                 prosocial=False, dynamic_final_time=False, device="cpu", seed=0, dtype=torch.uint8):
-        check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                    stag_hunters, time_reward, strengths)
-        if num_envs < 1:
-            raise Refused(f"--num-envs {num_envs} must be at least 1")
-        if num_players > 16:
-            raise Refused(f"--num-players {num_players} is more than the 16 that the batched game can hold")
-        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
-        self.cells, self.stags, self.hares, self.max_blocks = height * width, stags, hares, max_blocks
-        self.final_time, self.prosocial, self.dynamic_final_time = final_time, prosocial, dynamic_final_time
-        self.device, self.dtype = torch.device(device), dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
-        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=self.device)
-        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=self.device)
-        # 420 numbers can be shared out evenly among 1, 2, ... 7 legal actions: [bits * 420 + number] -> action.
-        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
-        self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
-                                   device=self.device)
-        self.blocks = turned_blocks().to(self.device)
-        self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
+    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
+                 final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
+                 strengths=None, prosocial=False, dynamic_final_time=False, device="cpu", seed=0,
+                 dtype=torch.uint8):
+        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
+        self.stags, self.hares, self.max_blocks, self.final_time = stags, hares, max_blocks, final_time
+        self.stag_reward, self.hare_reward, self.stag_hunters = stag_reward, hare_reward, stag_hunters
+        self.time_reward, self.strengths, self.prosocial = time_reward, strengths, prosocial
+        self.dynamic_final_time, self.device, self.dtype = dynamic_final_time, torch.device(device), dtype
+        self.check()
+        self.cells = height * width
+        self.generator = seeded(seed, "game", device)
+        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=device)
+        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=device)
+        self.blocks = tabulate_blocks(height, width).to(device) if max_blocks else None
+        self.tabulate_catches()
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
-        self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
-        self.board = torch.empty(self.cells + 1, num_envs, dtype=torch.uint8, device=self.device)
-        self.previous = torch.empty(num_players, num_envs, dtype=torch.uint8, device=self.device)
-        self.clock = torch.empty(num_envs, dtype=torch.int64, device=self.device)
-        self.deadline = torch.empty(num_envs, dtype=torch.int64, device=self.device)
+        self.cell = torch.zeros(num_players, num_envs, dtype=torch.int64, device=device)
+        self.board = torch.zeros(self.cells + 1, num_envs, dtype=torch.uint8, device=device)
+        self.previous = torch.zeros(num_players, num_envs, dtype=torch.uint8, device=device)
+        self.clock, self.deadline = self.cell[0], self.cell[0]
         self.reset()
 
-    def _tabulate_catches(self, stag_reward, hare_reward, stag_hunters, time_reward, strengths):
+    def check(self):
+        """Refuses a game that cannot be played."""
+        largest, n = 1e30, self.num_players  # far inside the range of float32, so that no reward can overflow
+        check_ranges(self, (
+            (1, math.inf, ("num_envs", "height", "width", "final_time", "stag_hunters")),
+            (1, 16, ("num_players",)), (0, math.inf, ("stags", "hares", "max_blocks")),
+            (0, largest, ("stag_reward", "hare_reward")), (-largest, largest, ("time_reward",)),
+        ))
+        strengths = [1] * n if self.strengths is None else self.strengths
+        if len(strengths) != n or not all(1 / largest <= strength <= largest for strength in strengths):
+            raise Refused(f"--strengths {strengths} must be {n} positive and finite numbers, one a player")
+        if self.stags + self.hares == 0:
+            raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
+        if self.stags and n < self.stag_hunters:
+            raise Refused(f"--num-players {n} can never catch a stag that needs --stag-hunters "
+                          f"{self.stag_hunters}: play with more players or with --stags 0")
+        cells, pieces = self.height * self.width - 4 * self.max_blocks, n + self.stags + self.hares
+        if cells < pieces:
+            raise Refused(f"--height {self.height} x --width {self.width} minus 4 cells for each of "
+                          f"--max-blocks {self.max_blocks} leaves {cells} cells for {pieces} pieces")
+
+    def tabulate_catches(self):
         """Tables of what each set of hunters on a cell catches and earns.
 
-        A set of players is a number with a bit for each. Sums are taken in double precision over values
-        rounded to single, which is exact, so the order of the players cannot show even in the last bit.
+        A set of players is a number with a bit for each. Sums are in double precision, over values rounded to
+        single: so they are exact, and the order of the players cannot show even in the last bit.
         """
-        n = self.num_players
-        strength = torch.tensor([1.0] * n if strengths is None else list(strengths), dtype=torch.float32).double()
-        sets = torch.arange(1 << n)
-        member = (sets >> torch.arange(n)[:, None] & 1).double()  # [player, set]
+        n, players = self.num_players, torch.arange(self.num_players)
+        strength = torch.tensor(self.strengths or [1.0] * n).float().double()[:, None]
+        member = (torch.arange(1 << n) >> players[:, None] & 1).double()  # [player, set]
         count = member.sum(0)
-        stag = member * stag_reward * strength[:, None] / (member * strength[:, None]).sum(0).clamp(min=1e-300)
-        stag = torch.where(count >= stag_hunters, stag, 0.0)
-        hare = member * hare_reward / count.clamp(min=1)
-        share = torch.stack([stag, hare], 1).float().double() + time_reward  # [player, prey, set]
-        caught = torch.stack([count >= stag_hunters, count >= 1])  # [prey, set]
-        code = torch.uint8 if n <= 8 else torch.int32
-        self.member_bit = (1 << torch.arange(n)).to(code).to(self.device)[:, None]
+        stag = self.stag_reward * member * strength / (member * strength).sum(0).clamp(min=1e-300)
+        stag = torch.where(count >= self.stag_hunters, stag, 0.0)
+        hare = self.hare_reward * member / count.clamp(min=1)
+        share = torch.stack([stag, hare], 1).float().double() + self.time_reward  # [player, prey, set]
         self.share = share.float().flatten().to(self.device)
-        self.share_offset = (torch.arange(n, dtype=torch.int32) << (n + 1))[:, None].to(self.device)
-        self.caught = caught.flatten().to(self.device)
+        self.caught = torch.cat([count >= self.stag_hunters, count >= 1]).to(self.device)  # [prey and set]
+        code = torch.uint8 if n <= 8 else torch.int32
+        self.member_bit = (1 << players).to(code).to(self.device)[:, None]
+        self.share_offset = (players << (n + 1)).int().to(self.device)[:, None]
 
     # ------------------------------------------------------------------------ drawing new boards
 
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, C]. A piece that would overlap or stick out is left out."""
+        free = torch.ones(n, self.cells, dtype=torch.bool, device=self.device)
+        cut = torch.arange(n if self.max_blocks else 0, device=self.device)
+        while len(cut):  # free cells must hang together: a draw that cuts the board is thrown away whole
+            new = torch.ones(len(cut), self.cells, dtype=torch.bool, device=self.device)
+            for _ in range(self.max_blocks):
+                piece = self.blocks[torch.randint(len(self.blocks), (len(cut),), generator=self.generator,
+                                                  device=self.device)]
+                new &= ~(piece & (new | ~piece).all(1, keepdim=True))
+            free[cut] = new
+            somewhere = F.one_hot(new.int().argmax(1), self.cells)
+            length = path_lengths(new.T, somewhere.T > 0, self.height, self.width)
+            cut = cut[((length >= FAR) & new.T).any(0)]
+        return free
+
     def draw_boards(self, n):
-        """Draws n starts: prey and players on distinct free cells, uniformly. -> cell [N, n], board [H*W+1, n]"""
+        """Draws n starts, prey and players on distinct free cells, uniformly: cell [N, n], board [C+1, n]."""
         free = self.draw_free(n)
         pieces = self.num_players + self.stags + self.hares
-        keys = torch.rand(n, self.cells, generator=self.generator, device=self.device)
-        spot = keys.masked_fill_(~free.flatten(1), -1.0).topk(pieces, -1).indices  # [n, piece]
-        padded = torch.nn.functional.pad(free, (1, 1, 1, 1))
-        board = torch.full((n, self.height, self.width), STAY_BIT, dtype=torch.uint8, device=self.device)
-        board |= padded[:, :-2, 1:-1].to(torch.uint8) << 0
-        board |= padded[:, 2:, 1:-1].to(torch.uint8) << 1
-        board |= padded[:, 1:-1, :-2].to(torch.uint8) << 2
-        board |= padded[:, 1:-1, 2:].to(torch.uint8) << 3
-        board = (board * free).flatten(1)
-        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares, dtype=torch.uint8, device=self.device)
+        number = torch.rand(n, self.cells, generator=self.generator, device=self.device)
+        spot = number.masked_fill(~free, -1.0).topk(pieces, -1).indices  # [n, piece]
+        around = F.pad(free.view(n, self.height, self.width).to(torch.uint8), (1, 1, 1, 1))
+        board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+                 | around[:, 1:-1, 2:] << 3 | STAY_BIT).flatten(1) * free
+        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares).to(board)
         board.scatter_add_(1, spot[:, self.num_players:], prey.expand(n, -1))
-        board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
+        board = F.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def place_blocks(self, free):
-        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
-        n = len(free)
-        for _ in range(self.max_blocks):
-            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
-            place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
-            column = place % self.width + self.blocks[shape, :, 1]
-            inside = (row < self.height) & (column < self.width)
-            spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            empty = free.flatten(1).gather(1, spot)
-            fits = (inside & empty).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
-        return free
-
-    def cut_boards(self, free):
-        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
-        reached = torch.zeros_like(free).flatten(1)
-        reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
-        reached = reached.view_as(free)
-        while True:  # flood from the first free cell
-            wider = reached.clone()
-            wider[:, 1:] |= reached[:, :-1]
-            wider[:, :-1] |= reached[:, 1:]
-            wider[:, :, 1:] |= reached[:, :, :-1]
-            wider[:, :, :-1] |= reached[:, :, 1:]
-            wider &= free
-            if torch.equal(wider, reached):
-                return (reached != free).flatten(1).any(1)
-            reached = wider
-
-    def draw_free(self, n):
-        """Draws the free cells of n boards: [n, H, W]."""
-        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
-        if not self.max_blocks:
-            return free
-        cut = self.cut_boards(free).nonzero()[:, 0]
-        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
-            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
-            free[cut] = self.place_blocks(again)
-            cut = cut[self.cut_boards(free[cut])]
-        return free
-
     def reset(self, which=None):
-        """Starts new episodes where `which` [B] says so (everywhere by default) and returns the observation."""
+        """Starts new episodes where `which` [B] says so, everywhere by default."""
         which = torch.arange(self.num_envs, device=self.device) if which is None else which.nonzero()[:, 0]
-        start, n = self.pool_next, len(which)
-        if start + n > self.pool_size:  # boards are drawn in bulk and each is used once
+        if self.pool_next + len(which) > self.pool_size:  # boards are drawn in bulk and each is used once
             self.pool_cell, self.pool_board = self.draw_boards(self.pool_size)
-            start = 0
-        self.pool_next = start + n
-        self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
-        self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
+            self.pool_next = 0
+        pool = slice(self.pool_next, self.pool_next + len(which))
+        self.pool_next = pool.stop
+        self.cell = self.cell.index_copy(1, which, self.pool_cell[:, pool])
+        self.board = self.board.index_copy(1, which, self.pool_board[:, pool])
         self.previous = self.previous.index_fill(1, which, STAY)
         self.clock = self.clock.index_fill(0, which, 0)
         self.deadline = self.deadline.index_fill(0, which, self.final_time)
-        return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
+
+    def state(self):
+        """Where the games stand: the tensors of STATE as they are."""
+        return {name: getattr(self, name) for name in STATE}
 
     def legal_bits(self):
         """The legal actions of each player as bits: [N, B]."""
@@ -241,27 +259,28 @@ class BatchedStagHunt:
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward [B, N], action as played [B, N], present when the step began [B, N], left in this
-        step [B, N], still here after it [B, N], terminated [B] and truncated [B] (the episode).
+        -> dict of reward, action as played, present when the step began, left in this step, here after it,
+        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
+        terminated, truncated, over (the episode): each [B].
         """
         bits = self.legal_bits()
-        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)  # [N, B]
-        action = torch.where((bits >> action & 1).bool(), action, STAY)
+        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
+        action = torch.where((bits >> action & 1).bool(), action, STAY)  # [N, B]
         present = self.cell < self.cells
 
-        # Hunts, settled where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
+        # Hunts, where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
         hunting = action >= HUNT_STAG
-        # Up to 256 cells fit a byte, with room for "has left"; long rows of bytes are what is fast here.
-        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)  # long rows of bytes are fast
         together = cell[:, None] == cell  # [j, i, B]
-        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=self.member_bit.dtype)  # a set, [i, B]
-        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()
+        code = self.member_bit.dtype
+        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=code)  # a set, [i, B]
+        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()  # prey and set [N, B]
         caught = self.caught.index_select(0, case.view(-1)).view_as(case)  # the prey on my cell, by whomever
         reward = self.share.index_select(0, (case + self.share_offset).view(-1)).view_as(case) * present
         if self.prosocial:
             reward = (reward.double().sum(0) / self.num_players).float() * present
         left = caught & hunting
-        self.board.scatter_(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
+        self.board = self.board.scatter(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
 
         step = self.moves.index_select(0, action.view(-1).int()).view_as(self.cell)
         self.cell = torch.where(left, self.cells, self.cell + step)
@@ -272,22 +291,10 @@ class BatchedStagHunt:
             self.deadline = torch.minimum(self.deadline, after_catch)
         here = self.cell < self.cells
         terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        truncated = (self.clock >= self.deadline) & ~terminated
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
-                "here": here.T, "terminated": terminated, "truncated": truncated}
-
-    def step(self, actions):
-        """Plays one joint move [B, N] and begins new episodes where one ended.
-
-        -> observation, reward [B, N], terminated [B, N], truncated [B, N], info. Where the episode ended, the
-        observation is the first of the next one. A player's game is terminated in the step in which it
-        leaves or the episode terminates; once it has left, all is 0 for it until the next episode.
-        """
-        out = self.advance(actions)
-        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
-        truncated = out["truncated"][:, None] & out["here"]
-        out["over"] = out["terminated"] | out["truncated"]
-        return self.reset(out["over"]), out["reward"], terminated, truncated, out
+        over = terminated | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
+                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
+                "over": over}
 
     def observe(self):
         """What each player sees, itself first: the dict of the PettingZoo game with [B, N] in front."""
@@ -304,37 +311,36 @@ class BatchedStagHunt:
         planes[:, n + 2] = ground >> HUNT_HARE
         mask = (self.legal_bits()[:, None] >> self.action_bits[:, None]) & 1  # [N, 7, B]
         previous = torch.cat([self.previous, self.previous[:-1]]).unfold(0, n, 1)  # [N, B, N]
-        return {
-            "observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
-            "action_mask": mask.view(torch.bool).permute(2, 0, 1),
-            "actions": previous.transpose(0, 1),
-            "step": self.clock,
-            "steps_left": self.deadline - self.clock,
-        }
+        return {"observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
+                "action_mask": mask.view(torch.bool).permute(2, 0, 1), "actions": previous.transpose(0, 1),
+                "step": self.clock, "steps_left": self.deadline - self.clock}
+
+    def step(self, actions):
+        """Plays one joint move [B, N] and begins new episodes where one ended.
+
+        -> observation, reward [B, N], terminated [B, N], truncated [B, N], what `advance` gives. Where the
+        episode ended, the observation is the first of the next one. A player's game is terminated in the step
+        in which it leaves or the episode terminates; after that all is 0 for it until the next episode.
+        """
+        out = self.advance(actions)
+        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
+        truncated = out["truncated"][:, None] & out["here"]
+        self.reset(out["over"])
+        return self.observe(), out["reward"], terminated, truncated, out
+
+    @functools.cached_property
+    def choice(self):
+        """For each set of legal actions 420 of them in turn: a number that 1, 2, ... 7 all divide."""
+        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
+        return torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
+                            device=self.device)
 
     def random_actions(self):
         """Uniformly drawn legal actions [B, N]."""
-        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32, device=self.device)
+        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32,
+                               device=self.device)
         index = self.legal_bits().int() * 420 + number
         return self.choice.index_select(0, index.view(-1)).view_as(index).T
-
-    # -------------------------------------------------------------------------------------- state
-
-    def get_state(self):
-        """All that the future depends on, as a dict of copies; the environment first in each tensor."""
-        return {"cell": self.cell.T.clone(), "board": self.board.T.clone(), "previous": self.previous.T.clone(),
-                "clock": self.clock.clone(), "deadline": self.deadline.clone(),
-                "pool": (self.pool_cell.clone(), self.pool_board.clone(), self.pool_next),
-                "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
-        for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
-        self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
-        if "pool" in state:
-            self.pool_cell, self.pool_board, self.pool_next = state["pool"]
-            self.generator.set_state(state["generator"])
 
 
 # ===================================================================================== players
@@ -353,39 +359,25 @@ RULES = {
     "switch-ns-nh": (FOREVER, False, 0.0, True),
     "switch-nh-ns": (0, False, 0.0, True),
 }
-PLAYER_NAMES = "random, ns, nh, nsh, patient-K (such as patient-28), noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns"
 
 
 def player_rule(name):
-    """The row of RULES for a rule-based player's name; None where it is no such name."""
+    """The row of RULES for the name of a rule-based player."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
-    return RULES.get(name)
-
-
-def path_lengths(board, targets, height, width):
-    """Steps from each cell to the nearest target around the obstacles: [H*W, B]; 1000 and more where there is none."""
-    far = 1000
-    free = (board[:height * width] != 0).view(height, width, -1)
-    length = torch.where(targets.view_as(free), 0, far).to(torch.int16)
-    while True:
-        near = torch.nn.functional.pad(length, (0, 0, 1, 1, 1, 1), value=far)
-        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
-                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
-        shorter = torch.where(free, torch.minimum(length, near + 1), far)
-        if torch.equal(shorter, length):
-            return length.flatten(0, 1)
-        length = shorter
+    if name not in RULES:
+        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+                      "patient-28), mix:A,B and file.py:Class")
+    return RULES[name]
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities of a player that seeks the nearest prey of one kind, in every seat: [7, N, B]."""
-    here = game.board[:game.cells]
+    """The action probabilities in every seat, [7, N, B], of a player that seeks the nearest prey of one kind."""
+    here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
-    length = path_lengths(game.board, targets, game.height, game.width)
-    length = torch.nn.functional.pad(length, (0, 0, 0, 1), value=0)  # those that have left
-    bits = game.legal_bits()
+    length = path_lengths(here != 0, targets, game.height, game.width)
+    length = F.pad(length, (0, 0, 0, 1), value=0)  # those that have left
     beyond = (game.cell + game.moves[:4, None, None]).clamp(0, game.cells)  # [4, N, B]
     shorter = length.gather(0, beyond.flatten(0, 1)).view_as(beyond) < length.gather(0, game.cell)
     legal = bits >> game.action_bits[:, None, None] & 1  # [7, N, B]
@@ -408,7 +400,8 @@ def rule_probabilities(game, rule, second_half):
     stag_left = (game.board & STAG_BIT).amax(0) != 0
     seeks_stag = (game.clock < until) ^ (swaps.bool() & second_half)
     seeks_stag &= stag_left | ~falls_back.bool()
-    goal = torch.where(seeks_stag, seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT))
+    to_stag, to_hare = seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT)
+    goal = torch.where(seeks_stag, to_stag, to_hare)
     legal = (game.legal_bits() >> game.action_bits[:, None, None] & 1).float()
     return ((1 - noise) * goal + noise * (legal / legal.sum(0))).permute(2, 1, 0)
 
@@ -420,46 +413,26 @@ def sample_actions(probabilities, generator):
     return (total <= number * total[..., -1:]).sum(-1)
 
 
-def load_player_class(name):
-    """Loads the class named by `file.py:Class` from a user's own file."""
-    path, _, class_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise Refused(f"--players {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"player_file_{os.path.abspath(path)}", path)
-    if spec is None:
-        raise Refused(f"--players {name}: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # before it runs: dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise Refused(f"--players {name}: {path} does not run: {type(error).__name__}: {error}") from error
-    if not isinstance(getattr(module, class_name, None), type):
-        raise Refused(f"--players {name}: {path} has no class {class_name}")
-    if not callable(getattr(module, class_name)) or not hasattr(getattr(module, class_name), "act"):
-        raise Refused(f"--players {name}: class {class_name} has no method act(observation, action_mask, step, "
-                         "generator)")
-    return getattr(module, class_name)
-
-
 class UserPlayer:
-    """A player from the user's own file in one seat, asked in batches and checked at every answer."""
+    """A player from the user's own file, `file.py:Class`, asked in batches and checked at every answer."""
 
     def __init__(self, name, game):
-        player_class = load_player_class(name)
-        try:
-            self.player = player_class()
-        except Exception as error:
-            raise Refused(f"--players {name}: {player_class.__name__}() fails: {error}") from error
         self.name = name
-        probe = game.observe()  # a wrong answer shows before anything has been written
-        try:
+        path, _, class_name = name.rpartition(":")
+        if not os.path.isfile(path):
+            raise Refused(f"--players {name}: there is no file {path}")
+        try:  # what is wrong with it shows before anything has been written
+            player_class = runpy.run_path(path).get(class_name)
+            if not hasattr(player_class, "act"):
+                raise Refused(f"--players {name}: {path} has no class {class_name} with a method "
+                              "act(observation, action_mask, step, generator)")
+            self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
-            self.act(probe, 0, torch.Generator(game.device).manual_seed(0))
+            self.act(game.observe(), 0, seeded(0, name, game.device))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"--players {name}: fails in its first answer: {type(error).__name__}: {error}") from error
+            raise Refused(f"--players {name} fails: {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -467,79 +440,70 @@ class UserPlayer:
 
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
+        step = observation["step"]
         action = self.player.act(observation["observation"][:, seat], observation["action_mask"][:, seat],
-                                 observation["step"], generator)
-        expected = (len(observation["step"]),)
-        if not isinstance(action, torch.Tensor) or action.shape != expected:
-            shape = tuple(action.shape) if isinstance(action, torch.Tensor) else type(action).__name__
-            raise Refused(f"--players {self.name}: act returned {shape}, not a tensor of shape {expected}")
-        if action.dtype.is_floating_point or action.dtype.is_complex or action.dtype == torch.bool:
-            raise Refused(f"--players {self.name}: act returned {action.dtype}, not a tensor of integers")
+                                 step, generator)
+        got = type(action).__name__
+        if isinstance(action, torch.Tensor):
+            got = f"{action.dtype} {list(action.shape)}"
+        if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
+            raise Refused(f"--players {self.name}: act returned {got}, not {len(step)} whole numbers")
         return action
 
 
-class Lineup:
+class Lineup(Saved):
     """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
+
+    saved = ("kind", "episode", "generator")
 
     def __init__(self, names, game, seed=0, episodes=1):
         if len(names) != game.num_players:
-            raise Refused(f"--players names {len(names)} players, but the game has --num-players {game.num_players}")
+            raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
-        self.generator = torch.Generator(game.device).manual_seed(seed)
-        self.users, mixes = {}, []
-        for seat, name in enumerate(self.names):
-            is_mix = (name or "").startswith("mix:")
-            mixes.append(name[4:].split(",") if is_mix else [name])
-            if name is not None and ":" in name and not is_mix:
-                self.users[seat] = UserPlayer(name, game)
-                mixes[-1] = [None]
-        rules = []
-        for name in [name for mix in mixes for name in mix]:
-            rule = player_rule("random" if name is None else name)
-            if rule is None:
-                raise Refused(f"--players {name!r} is not known; there are {PLAYER_NAMES}, mix:A,B and file.py:Class")
-            rules.append(rule)
+        self.generator = seeded(seed, "lineup", game.device)
+        is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
+        self.known = torch.tensor(is_rule, device=game.device)
+        self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
+                      if name is not None and not is_rule[seat]}
+        mixes = [name.removeprefix("mix:").split(",") if rule else ["random"]
+                 for name, rule in zip(names, is_rule)]
         self.kinds = [name for mix in mixes for name in mix]  # one for each member of each seat's mix
-        self.rules = torch.tensor(rules, device=game.device, dtype=torch.float64)  # [kind, 4]; exact up to FOREVER
-        sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
-        self.sizes, self.first = sizes, sizes.cumsum(0) - sizes
+        self.rules = torch.tensor([player_rule(name) for name in self.kinds], device=game.device)  # [kind, 4]
+        self.sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
+        self.first = self.sizes.cumsum(0) - self.sizes
         self.kind = torch.zeros(game.num_envs, game.num_players, dtype=torch.int64, device=game.device)
         self.episode = torch.full((game.num_envs,), -1, device=game.device)
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
         """Begins an episode where `which` [B] says so: mixes are drawn anew."""
-        self.episode += which
-        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device, dtype=torch.float64)
-        drawn = self.first + (number * self.sizes).long()
+        self.episode = self.episode + which
+        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
+        drawn = self.first + (number.double() * self.sizes).long()
         self.kind = torch.where(which[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 
     def probabilities(self, game):
-        """The exact action probabilities [B, N, 7] of the rule-based seats; uniform over legal actions elsewhere."""
+        """The exact action probabilities [B, N, 7] of the seats that are `known`; uniform for the others."""
         second_half = 2 * (self.episode % self.episodes) >= self.episodes
-        return rule_probabilities(game, self.rules[self.kind].float(), second_half)
+        return rule_probabilities(game, self.rules[self.kind], second_half)
 
-    def act(self, game, observation):
+    def act(self, game):
         """The actions [B, N] of all seats; the caller puts its own into those that are left to it."""
-        if all(name is None for name in self.names):
-            return torch.full_like(self.kind, STAY)
-        actions = sample_actions(self.probabilities(game), self.generator)
+        actions = torch.full_like(self.kind, STAY)
+        if self.known.any():
+            actions = sample_actions(self.probabilities(game), self.generator)
+        if self.users:
+            observation = game.observe()
         for seat, player in self.users.items():
             actions[:, seat] = player.act(observation, seat, self.generator)
         return actions
-
-    def get_state(self):
-        return {"kind": self.kind.clone(), "episode": self.episode.clone(), "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        self.kind, self.episode = state["kind"].clone(), state["episode"].clone()
-        self.generator.set_state(state["generator"])
 
 
 def equal_players_test(returns, names):
@@ -548,15 +512,15 @@ def equal_players_test(returns, names):
     returns [E, N], names one for each seat. -> (largest |z| of all pairs, the limit it must stay under,
     the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
     """
-    pairs = [(i, j) for i in range(len(names)) for j in range(i) if names[i] == names[j] is not None]
-    if not pairs:
-        return 0.0, math.inf, None
-    limit = NormalDist().inv_cdf(1 - 0.001 / (2 * len(pairs)))
     scores = []
-    for i, j in pairs:
-        difference = returns[:, i].double() - returns[:, j].double()
-        spread = difference.std().item() / math.sqrt(len(difference))
-        mean = abs(difference.mean().item())
-        scores.append(mean / spread if spread > 0 else (math.inf if mean > 0 else 0.0))
-    worst = max(range(len(pairs)), key=scores.__getitem__)
-    return scores[worst], limit, (pairs[worst][1], pairs[worst][0])
+    for j in range(len(names)):
+        for i in range(j):
+            if names[i] == names[j] is not None:
+                difference = returns[:, i].double() - returns[:, j].double()
+                mean = abs(difference.mean().item())
+                spread = difference.std().item() / math.sqrt(len(difference))
+                scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
+    if not scores:
+        return 0.0, math.inf, None
+    score, pair = max(scores)
+    return score, NormalDist().inv_cdf(1 - 0.001 / (2 * len(scores))), pair

@@ -82,19 +82,19 @@ def play(names, episodes, *, num_envs=1024, seed=1, device="cpu", **board):
     num_envs = min(num_envs, episodes)
     each = math.ceil(episodes / num_envs)
     game = BatchedStagHunt(num_envs, num_players=len(names), device=device, seed=seed, **board)
-    lineup = Lineup(names, game, seed=seed + 1, episodes=each)
+    lineup = Lineup(names, game, seed=seed, episodes=each)
     returns = torch.zeros(each, num_envs, len(names), dtype=torch.float64, device=game.device)
     episode = torch.zeros(num_envs, dtype=torch.int64, device=game.device)  # how many each environment has finished
     env = torch.arange(num_envs, device=game.device)
-    observation = game.observe()
     with tqdm(total=each * num_envs, unit=" episodes", leave=False, disable=None) as bar:
         while (episode < each).any():
-            observation, reward, _, _, info = game.step(lineup.act(game, observation))
+            out = game.advance(lineup.act(game))
+            game.reset(out["over"])
+            lineup.reset(out["over"])
             counts = episode < each  # those that are through go on playing, uncounted, until all are
-            returns[episode.clamp(max=each - 1), env] += reward * counts[:, None]
-            episode += info["over"] & counts
-            lineup.reset(info["over"])
-            bar.update(int((info["over"] & counts).sum()))
+            returns[episode.clamp(max=each - 1), env] += out["reward"] * counts[:, None]
+            episode += out["over"] & counts
+            bar.update(int((out["over"] & counts).sum()))
     return returns.flatten(0, 1).cpu()
 
 
