@@ -6,6 +6,8 @@
 The law is for every *.py at the top level and for envs/batched.py:
 - A top-level function, class or constant that has the same name in two files is the same text in both, character for
   character, with its decorators, its comments and those directly above it.
+- A class may leave out methods and constants that its file does not need: of two classes with one name, the head (with
+  the docstring) is the same text, and every part of the body that both have.
 - DIFFERENT lists the names that differ on purpose. A name that has become the same in all files must leave the list.
 - A script at the top level imports no other script and no folder of the project, so that it runs copied alone into an
   empty folder.
@@ -20,50 +22,81 @@ from pathlib import Path
 
 DIFFERENT = {
     "Args": "each script has its own flags",
-    "main": "each script runs its own experiment",
+    "RANGES": "each script has its own flags",
     "check_flags": "each script refuses what its own flags cannot mean",
+    "main": "each script runs its own experiment",
+    "Run": "each script runs its own experiment",
+    "train": "each script runs its own experiment",
+    "update": "each script learns something else",
+    "rollout": "each script needs other things of a step",
+    "Table": "other players sit at the tables of each script",
+    "load_policies": "each script has its own networks",
+    "log_update": "each script has its own figures",
+    "record_episode": "each script shows its own players",
+    "evaluate": "each script measures its own players",
+    "report": "each script tells of its own experiment",
 }
 SHARED = Path("envs") / "batched.py"  # not at the top level, but under the same law
 LONGEST_DIFF = 24  # lines
 
 
 class Source:
-    """One file: its lines, and where each of its top-level names is defined."""
+    """One file: its lines, and where each of its parts is.
+
+    A part is what a top-level statement defines; of a class it is the head, with the docstring, and then each
+    definition in the body, as `Class.name`.
+    """
 
     def __init__(self, path, name):
         self.path, self.name = path, name
         raw = path.read_bytes()
         self.tree = ast.parse(raw, filename=name)
         self.lines = re.findall(r"[^\r\n]*(?:\r\n|\r|\n)|[^\r\n]+", raw.decode("utf-8"))
-        self.spans = {}  # name -> [(first line, line after the last), ...], counted from 0
+        self.spans = {}  # part -> [(first line, line after the last), ...], counted from 0
+        self.classes = {}  # class -> the span of all of it
         for node in self.tree.body:
+            first, after = self.span(node)
+            if isinstance(node, ast.ClassDef) and node.body[0].lineno > node.lineno:
+                self.classes[node.name] = first, after
+                after = self.read_body(node)
             for defined in defined_names(node):
-                self.spans.setdefault(defined, []).append(self.span(node))
+                self.spans.setdefault(defined, []).append((first, after))
+
+    def read_body(self, node):
+        """Finds the parts of a class's body. -> the line after its head"""
+        body = list(node.body)
+        head_end = body.pop(0).end_lineno if ast.get_docstring(node) is not None else self.span(body[0])[0]
+        for member, following in zip(body, body[1:] + [None]):
+            first, after = self.span(member)
+            if isinstance(following, ast.Expr):  # the text under a constant that tells what it is
+                after = following.end_lineno
+            for defined in defined_names(member):
+                self.spans.setdefault(f"{node.name}.{defined}", []).append((first, after))
+        return head_end
 
     def span(self, node):
         """The lines of a statement with its decorators and the comment lines directly above."""
         first = min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", [])]) - 1
-        while first > 0 and self.lines[first - 1].startswith("#"):
+        indent = " " * node.col_offset
+        while first > 0 and self.lines[first - 1].startswith(indent + "#"):
             first -= 1
         return first, node.end_lineno
 
-    def text(self, name):
-        """The text of a name's definition, with line ends as on Linux wherever it was written."""
-        return "".join(re.sub(r"\r\n?", "\n", line) for line in self.lines[slice(*self.spans[name][0])]).rstrip("\n")
+    def text(self, part, whole=False):
+        """The text of a part, or of a whole class, with line ends as on Linux wherever it was written."""
+        span = self.classes.get(part, self.spans[part][0]) if whole else self.spans[part][0]
+        return "".join(re.sub(r"\r\n?", "\n", line) for line in self.lines[slice(*span)]).rstrip("\n")
 
     def names_at(self, span):
         return {name for name, spans in self.spans.items() if span in spans}
 
 
 def defined_names(node):
-    """The names that a top-level statement defines as a function, a class or a constant."""
+    """The names that a statement defines as a function, a class or a constant."""
     if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
         return [node.name]
-    if isinstance(node, ast.Assign):
-        targets = node.targets
-    elif isinstance(node, (ast.AnnAssign, ast.AugAssign)):
-        targets = [node.target]
-    else:
+    targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", node)]
+    if not isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
         return []
     return list(dict.fromkeys(name.id for target in targets for name in ast.walk(target)
                               if isinstance(name, ast.Name) and isinstance(name.ctx, ast.Store)))
@@ -82,12 +115,12 @@ def read_sources(root):
     return sources, faults
 
 
-def versions(name, sources):
-    """The texts of a name and the files that hold each: {text: [source, ...]}."""
+def versions(name, sources, whole=False):
+    """The texts of a part, or of a whole class, and the files that hold each: {text: [source, ...]}."""
     groups = {}
     for source in sources:
         if name in source.spans:
-            groups.setdefault(source.text(name), []).append(source)
+            groups.setdefault(source.text(name, whole), []).append(source)
     return groups
 
 
@@ -100,10 +133,10 @@ def drift_faults(sources, different):
                 lines = ", ".join(str(first + 1) for first, _ in spans)
                 faults.append(f"{source.name} defines {name} {len(spans)} times (lines {lines}): once is enough")
     for name in sorted({name for source in sources for name in source.spans}):
-        groups = versions(name, sources)
+        groups = versions(name, sources, whole=name in different)
         holders = sum(map(len, groups.values()))
-        if name in different:
-            if holders > 1 and len(groups) == 1:
+        if name.split(".")[0] in different:
+            if name in different and holders > 1 and len(groups) == 1:
                 faults.append(f"{name} is the same in all {holders} files that define it: take it out of DIFFERENT "
                               f"({different[name]!r})")
         elif len(groups) > 1:
@@ -156,12 +189,15 @@ def imported_modules(node):
 
 
 def copy_from(giver, sources, different):
-    """Copies a file's version of each name over those of the others, which define it too. -> faults"""
+    """Copies a file's version of each part over those of the others, which have it too. -> faults"""
     faults = []
     for source in sources:
         replaced = {}  # span -> (the names it defines, the giver's lines)
-        for name in sorted(giver.spans.keys() & source.spans.keys() - different.keys()):
-            if source is giver or source.text(name) == giver.text(name):
+        for name in sorted(giver.spans.keys() & source.spans.keys()):
+            if name.split(".")[0] in different or source.text(name) == giver.text(name):
+                continue
+            if (name in giver.classes) != (name in source.classes):
+                faults.append(f"{name} cannot be copied from {giver.name} to {source.name}: it is not a class in both")
                 continue
             here, there = source.spans[name], giver.spans[name]
             if len(here) > 1 or len(there) > 1:

@@ -85,7 +85,6 @@ def test_windows_line_ends_are_no_difference(tmp_path):
     ("def f():\n    return 1\n", "async def f():\n    return 1\n"),
     ("def f():\n    return 1\n", "f = lambda: 1\n"),
     ("import functools\n\n\n@functools.cache\ndef f():\n    return 1\n", "def f():\n    return 1\n"),
-    ("class f:\n    x = 1\n", "class f:\n    x = 2\n"),
     ("f = 1\n", "f = 1.0\n"),
     ("f: int = 1\n", "f = 1\n"),
     ("f = 1  # steps\n", "f = 1  # episodes\n"),
@@ -103,6 +102,68 @@ def test_drift_is_seen_and_repaired(tmp_path, capsys, mine, other):
     assert (tmp_path / "a.py").read_bytes() == files["a"].encode()
     imports = "" if "import" not in mine else "import functools\n\n\n"  # only definitions are copied
     assert (tmp_path / "b.py").read_text() == around.format(mine.removeprefix(imports), "b")
+
+
+HUNTER = '''class Hunter:
+    """Hunts."""
+
+    # in steps
+    patience = 3
+    """how long it waits"""
+
+    def wait(self):
+        return self.patience
+
+    # -------------------------------- acting
+
+    @staticmethod
+    def act():
+        return 5
+'''
+
+
+def without(text, part):
+    """HUNTER without one of the parts of its body."""
+    assert part in text
+    return text.replace(part, "")
+
+
+WAIT = "    def wait(self):\n        return self.patience\n\n"
+ACT = "    @staticmethod\n    def act():\n        return 5\n"
+PATIENCE = '    # in steps\n    patience = 3\n    """how long it waits"""\n\n'
+
+
+@pytest.mark.parametrize("part", [WAIT, ACT, PATIENCE, "    # -------------------------------- acting\n\n"])
+def test_a_class_may_leave_out_what_its_file_does_not_need(tmp_path, part):
+    assert check(tmp_path, a=HUNTER, b=without(HUNTER, part)) == 0
+
+
+@pytest.mark.parametrize("old, new, told", [
+    ("class Hunter:", "class Hunter(dict):", "Hunter"), ("class Hunter:", "@final\nclass Hunter:", "Hunter"),
+    ('"""Hunts."""', '"""Hunts stags."""', "Hunter"), ('    """Hunts."""\n\n', "", "Hunter"),
+    ("patience = 3", "patience = 4", "Hunter.patience"), ("# in steps", "# in episodes", "Hunter.patience"),
+    ("how long", "how often", "Hunter.patience"), ("return self", "return 1 + self", "Hunter.wait"),
+    ("    @staticmethod\n", "", "Hunter.act"), ("return 5\n", "return 6\n", "Hunter.act"),
+])
+def test_what_both_classes_have_is_the_same(tmp_path, capsys, old, new, told):
+    other = without(HUNTER, WAIT if "wait" not in told else PATIENCE if "patience" not in told else ACT)
+    assert old in HUNTER and old in other
+    assert check(tmp_path, a=HUNTER, b=other.replace(old, new)) == 1
+    assert f"{told} has 2 versions" in capsys.readouterr().out
+    assert check(tmp_path, "--from", "a.py") == 0
+    assert f"b.py takes from a.py: {told}\n" in capsys.readouterr().out
+    assert (tmp_path / "b.py").read_text().split() == other.split()  # and nothing of what it had left out
+
+
+def test_a_class_is_not_copied_over_something_else(tmp_path, capsys):
+    assert check(tmp_path, "--from", "a.py", a=HUNTER, b="def Hunter():\n    pass\n") == 1
+    assert "it is not a class in both" in capsys.readouterr().out
+    assert (tmp_path / "b.py").read_text() == "def Hunter():\n    pass\n"
+
+
+def test_a_method_defined_twice(tmp_path, capsys):
+    assert check(tmp_path, a=HUNTER + "\n    def wait(self):\n        return 0\n") == 1
+    assert "a.py defines Hunter.wait 2 times" in capsys.readouterr().out
 
 
 def test_versions_are_grouped(tmp_path, capsys):
