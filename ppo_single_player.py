@@ -1,15 +1,16 @@
 """PPO in the Markov stag hunt: any number of learners in any seats, all trained as one batched program.
 
-    python ppo_single_player.py                                  one learner among three stag hunters (1 minute)
-    python ppo_single_player.py --players ppo ppo ppo ppo        self-play of four independent learners (1 minute)
-    tensorboard --logdir runs                                    curves, boards and action histograms
+    python ppo_single_player.py                              one learner among three stag hunters (1 minute)
+    python ppo_single_player.py --players ppo ppo ppo ppo    self-play of four independent learners (1 minute)
+    tensorboard --logdir runs                                curves, boards and action histograms
 
-Every seat that says `ppo` is a learner of its own: its own parameters, its own trajectory, its own losses. Their
-parameters are stacked, so that four learners cost little more than one. The run prints one moving line, then a
-table of returns over 20,000 fresh episodes, and leaves everything in `runs/<run name>/`.
+Every seat that says `ppo` is a learner of its own: its own parameters, its own trajectory, its own losses.
+Their parameters are stacked, so that four learners cost little more than one. The run prints one moving line,
+then a table of returns over 20,000 fresh episodes, and leaves everything in `runs/<run name>/`.
 
 The file from top to bottom:
     flags       what can be chosen, and what is refused
+    state       what a run keeps, and its random numbers
     training    the loop, what it logs, the final report
     playing     who sits where, the rollout, the buffer of episodes
     learning    advantages, the loss of PPO, the update
@@ -25,6 +26,7 @@ Letters in shapes:
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -85,7 +87,7 @@ class RunArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
-    """threads that PyTorch may use; more help on a large network and an idle machine, and change the last digits"""
+    """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
     run_name: str | None = None
@@ -99,8 +101,9 @@ class RunArgs:
 @dataclass
 class Args(RunArgs, GameArgs):
     players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
-    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
-    mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (trained before)"""
+    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
+    switch-nh-ns, mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1
+    (trained before)"""
     share_parameters: bool = False
     """all learners are one: the same parameters, trained on the data of all their seats"""
     total_timesteps: int = 1_500_000
@@ -116,9 +119,7 @@ class Args(RunArgs, GameArgs):
     hidden_size: int = 64
     """units in each of the two hidden layers"""
     learning_rate: float = 2.5e-3
-    """step size of Adam"""
-    anneal_lr: bool = True
-    """lower the step size to 0 over the run"""
+    """step size of Adam at the start; it falls to 0 over the run"""
     gamma: float = 0.99
     """discount of later rewards"""
     gae_lambda: float = 0.95
@@ -132,9 +133,9 @@ class Args(RunArgs, GameArgs):
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
     soft_coef: float = 0.05
-    """at the start, what a player earns on top for each nat of its policy's entropy, in every step it is there: it
-    stays on the board and tries things (maximum-entropy reinforcement learning); it falls to 0 over the first half
-    of the run, and is never part of what is logged"""
+    """at the start, what a player earns on top for each nat of its policy's entropy in each step it is there,
+    so that it stays and tries things (maximum-entropy reinforcement learning); falls to 0 over the first half
+    of the run, and is in no return that is logged"""
     vf_coef: float = 0.5
     """weight of the value loss"""
     reward_scale: float = 0.2
@@ -150,7 +151,7 @@ class Args(RunArgs, GameArgs):
 
 
 RANGES = (
-    (1, math.inf, ("total_timesteps", "num_envs", "num_steps", "buffer_size", "hidden_size", "num_minibatches",
+    (1, math.inf, ("total_timesteps", "num_envs", "num_steps", "hidden_size", "num_minibatches",
                    "update_epochs")),
     (0, 1, ("gamma", "gae_lambda")),
     (0, math.inf, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef", "eval_episodes",
@@ -175,12 +176,12 @@ def check_flags(args):
         raise Refused(f"--players {players}: nobody learns; write ppo in at least one seat")
     if args.share_parameters and learners == 1:
         raise Refused(f"--share-parameters needs two learners or more, --players {players} has 1")
-    if episodes and (args.buffer_size or BUFFER_SIZE) < args.final_time:
-        raise Refused(f"--buffer-size {args.buffer_size} is too small for an episode of --final-time {args.final_time}")
+    if args.buffer_size is not None and args.buffer_size < args.final_time:
+        raise Refused(f"--buffer-size {args.buffer_size} holds no episode of --final-time {args.final_time}")
     samples = args.num_envs * (1 if episodes else args.num_steps)
     if samples < args.num_minibatches:
-        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an update "
-                      f"(--num-envs {args.num_envs})")
+        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an "
+                      f"update (--num-envs {args.num_envs})")
 
 
 # ======================================================================================= state
@@ -206,7 +207,7 @@ def check_ranges(args, ranges):
 
 
 def refuse_ignored(args, ignored):
-    """Refuses flags without effect; ignored are rows of (a choice, whether it was made, flags it leaves out)."""
+    """Refuses flags without effect; ignored are rows of (a choice, whether it is made, flags it ignores)."""
     defaults = {field.name: field.default for field in dataclasses.fields(args)}
     for choice, made, names in ignored:
         for name in names:
@@ -217,7 +218,7 @@ def refuse_ignored(args, ignored):
 
 
 class Saved:
-    """A thing whose state is a few attributes, named in `saved`: plain values, or again things with a state."""
+    """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
 
     saved = ()
 
@@ -251,24 +252,21 @@ def seeded(seed, what, device="cpu"):
 
 
 class Run(Saved):
-    """All that a run is made of. What `saved` names is in its checkpoints, so that it can go on as if never stopped."""
+    """What a run is made of: all of it is in the checkpoints, so it can go on as if it had never stopped."""
 
-    saved = ("agent", "optimizer", "table", "returns", "thresholds", "buffer", "true_steps", "seconds", "tail")
+    saved = ("agent", "optimizer", "table", "returns", "thresholds", "buffer", "losses", "true_steps",
+             "seconds")
 
     def __init__(self, args):
         self.table = Table(args, args.num_envs, args.seed)
         self.agent = self.table.agent
-        self.optimizer = torch.optim.Adam(self.agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
+        self.optimizer = torch.optim.Adam(self.agent.parameters(), eps=1e-5, fused=True)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
         self.thresholds = Thresholds(args.thresholds)
-        self.buffer = EpisodeBuffer(args.buffer_size or BUFFER_SIZE)
+        self.buffer = EpisodeBuffer(args.buffer_size or 5000)
         self.true_steps = 0  # of the game, played for learning
         self.seconds = 0.0  # from the start of the script to the last update
-        self.tail = []  # the losses of the last tenth of the run, whose means are its final ones
-
-    def save(self, args, folder):
-        save_checkpoint(folder, {"config": dataclasses.asdict(args), "learner_of": self.table.learner_of,
-                                 "run": self.state_dict()})
+        self.losses = []  # of the last tenth of the run: their means go into the results
 
 
 def main(args):
@@ -293,7 +291,7 @@ def main(args):
 
 def train(args, run, folder, writer):
     """Plays and learns in turns, to the end of the run or a Ctrl-C."""
-    table, optimizer = run.table, run.optimizer
+    table = run.table
     begun = saved = pictured = time.perf_counter()
     steps_before, seconds_before = run.true_steps, run.seconds
     bar = tqdm(total=args.total_timesteps, initial=run.true_steps, unit=" steps", unit_scale=True,
@@ -301,38 +299,38 @@ def train(args, run, folder, writer):
     with bar, Interrupt() as interrupt:
         while run.true_steps < args.total_timesteps and not interrupt.wanted:
             left = 1 - run.true_steps / args.total_timesteps  # the share of the run that is still to come
-            if args.anneal_lr:
-                optimizer.param_groups[0]["lr"] = args.learning_rate * left
-            ent_coef, soft_coef = args.ent_coef * left, args.soft_coef * max(0.0, 2 * left - 1)
+            learning_rate, ent_coef = args.learning_rate * left, args.ent_coef * left
+            soft_coef = args.soft_coef * max(0.0, 2 * left - 1)
+            run.optimizer.param_groups[0]["lr"] = learning_rate
 
             started = time.perf_counter()
             data, played = rollout(args, table, run.returns)
             taken, trace = data, None
-            playing_seconds, started = time.perf_counter() - started, time.perf_counter()
+            middle = time.perf_counter()
             if args.buffer == "episodes":
                 data, trace = bring_up_to_date(run.agent, run.buffer.add(data, played))
-            losses = update(args, run.agent, optimizer, data, trace, ent_coef, soft_coef, table.generator)
-            learning_seconds = time.perf_counter() - started
+            losses = update(args, run.agent, run.optimizer, data, trace, ent_coef, soft_coef, table.generator)
+            ended = time.perf_counter()
 
             run.true_steps += int(played.sum())
             run.seconds = seconds_before + time.perf_counter() - START
             run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
                                  true_steps=run.true_steps)
-            if run.true_steps > 0.9 * args.total_timesteps:
-                run.tail.append(losses)
-            log_update(writer, run, losses, {
-                "charts/learning_rate": optimizer.param_groups[0]["lr"], "charts/ent_coef": ent_coef,
-                "charts/soft_coef": soft_coef, "time/rollout": playing_seconds, "time/learning": learning_seconds,
-                "charts/SPS": (run.true_steps - steps_before) / (time.perf_counter() - begun)})
             bar.update(run.true_steps - bar.n)
             run.returns.show(bar)
+            if run.true_steps > 0.9 * args.total_timesteps:
+                run.losses.append(losses)
+            log_update(writer, run, losses, {
+                "charts/SPS": (run.true_steps - steps_before) / (ended - begun), "charts/ent_coef": ent_coef,
+                "charts/learning_rate": learning_rate, "charts/soft_coef": soft_coef,
+                "time/rollout": middle - started, "time/learning": ended - middle})
             last = run.true_steps >= args.total_timesteps or interrupt.wanted
-            if last or time.perf_counter() - pictured > args.picture_every:
-                pictured = time.perf_counter()
+            if last or ended - pictured > args.picture_every:
+                pictured = ended
                 log_pictures(args, writer, run, taken, folder)
-            if last or time.perf_counter() - saved > args.save_every:
-                saved = time.perf_counter()
-                run.save(args, folder)
+            if last or ended - saved > args.save_every:
+                saved = ended
+                save_checkpoint(folder, {"learner_of": table.learner_of, "run": run.state_dict()})
 
 
 def log_update(writer, run, losses, numbers):
@@ -350,7 +348,8 @@ def log_update(writer, run, losses, numbers):
 def log_pictures(args, writer, run, data, folder):
     """Writes a GIF of an episode, and a histogram of the actions that each learner took in a rollout."""
     path = os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif")
-    add_gif(writer, "episode", record_episode(args, run.agent, args.seed + run.true_steps), run.true_steps, path)
+    frames = record_episode(args, run.agent, args.seed + run.true_steps)
+    add_gif(writer, "episode", frames, run.true_steps, path)
     for name, learner in run.table.learner_of.items():
         actions = data["actions"][:, learner][data["present"][:, learner]]
         writer.add_histogram(f"actions/{name}", actions, run.true_steps)
@@ -375,7 +374,7 @@ def evaluate(args, agent, episodes, greedy, seed):
     """Plays fresh episodes with the learners as they are. -> returns [E, N], the steps that this took"""
     table = Table(args, min(episodes, 2000), seed, agent)
     finished, steps = [], 0
-    for _ in range(math.ceil(episodes / table.game.num_envs)):
+    while len(finished) * table.game.num_envs < episodes:
         total, running = 0.0, torch.ones_like(table.game.clock, dtype=torch.bool)
         while running.any():
             out = table.play(table.act(greedy)[0], restart=False)
@@ -393,15 +392,16 @@ def report(args, run, folder, writer):
     rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
     names = list(zip(args.players, args.strengths or [1] * len(args.players)))  # who is whose equal
     for mode in ("sampled", "greedy") if args.eval_episodes else ():
-        returns, steps = evaluate(args, run.agent, args.eval_episodes, mode == "greedy", args.seed + 1_000_000)
+        seed = args.seed + 1_000_000
+        returns, steps = evaluate(args, run.agent, args.eval_episodes, mode == "greedy", seed)
         evaluation_steps += steps
         evaluation[mode] = result = summarise(returns, table.learner_seats, names)
-        rows.append([mode, *(f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")),
-                     result["episodes"]])
+        columns = [f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")]
+        rows.append([mode, *columns, result["episodes"]])
         writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
     losses = {}
-    for key in run.tail[0] if run.tail else ():
-        mean = torch.stack([losses[key] for losses in run.tail]).mean(0)
+    for key in run.losses[0]:
+        mean = torch.stack([losses[key] for losses in run.losses]).mean(0)
         losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
@@ -410,8 +410,8 @@ def report(args, run, folder, writer):
     if args.eval_episodes:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     run.thresholds.print()
-    print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. Everything is "
-          f"in {folder}")
+    print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. "
+          f"Everything is in {folder}")
 
 
 # ===================================================================================== playing
@@ -423,26 +423,26 @@ class Table(Saved):
     saved = ("game", "lineup", "generator")
 
     def __init__(self, args, num_envs, seed, agent=None):
-        players = list(args.players)
+        players, device = list(args.players), args.device
         board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-        self.game = BatchedStagHunt(num_envs, num_players=len(players), device=args.device, seed=seed, **board)
-        self.generator = seeded(seed, "actions", args.device)
-        self.views = Views(args.height, args.width, len(players), args.final_time, args.device)
+        self.game = BatchedStagHunt(num_envs, num_players=len(players), device=device, seed=seed, **board)
+        self.generator = seeded(seed, "actions", device)
+        self.views = Views(args.height, args.width, len(players), args.final_time, device)
         self.names = [f"player_{seat + 1}" for seat in range(len(players))]
         self.learner_seats = [seat for seat, name in enumerate(players) if name == "ppo"]
         self.trained_seats = [seat for seat, name in enumerate(players) if ".pt:" in name]
-        own = self.learner_seats + self.trained_seats
-        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(players)], self.game, seed)
+        others = [None if name == "ppo" or ".pt:" in name else name for name in players]
+        self.lineup = Lineup(others, self.game, seed)
         # [learner, seat of that learner]: one seat each, or all of them where the parameters are shared
-        self.seats = torch.tensor(self.learner_seats, device=args.device)[:, None]
+        self.seats = torch.tensor(self.learner_seats, device=device)[:, None]
         if args.share_parameters:
             self.seats = self.seats.T
         self.learner_of = {self.names[seat]: learner for learner, seats in enumerate(self.seats.tolist())
                            for seat in seats}
         if self.learner_seats:
-            self.agent = agent or Agent(len(self.seats), self.views, args.hidden_size, args.seed).to(args.device)
+            self.agent = agent or Agent(len(self.seats), self.views, args.hidden_size, args.seed).to(device)
         if self.trained_seats:
-            self.trained = load_policies([players[seat] for seat in self.trained_seats], self.views).to(args.device)
+            self.trained = load_policies([name for name in players if ".pt:" in name], self.views).to(device)
 
     def learner_rows(self, x):
         """Picks the learners' rows of [B, N, ...] and lays them out as [L, B * seats of a learner, ...]."""
@@ -466,7 +466,7 @@ class Table(Saved):
         return actions, step
 
     def play(self, actions, restart=True):
-        """Plays a joint move; begins new episodes where one is over, unless told not to. -> what advance returns"""
+        """Plays a joint move, and begins new episodes where one is over. -> what the game's advance gives"""
         out = self.game.advance(actions)
         if restart:
             self.game.reset(out["over"])
@@ -480,22 +480,20 @@ class Table(Saved):
 
 
 def load_policies(names, views):
-    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent: nobody learns in these seats."""
+    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent that does not learn."""
     policies = []
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
         learner_of = checkpoint.get("learner_of", {})
         if player not in learner_of:
-            raise Refused(f"--players {name}: {path} holds {', '.join(learner_of) or 'no policies'}, not {player!r}")
+            there = ", ".join(learner_of) or "no policies"
+            raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
-        inputs, hidden_size = policies[-1]["view.weight"].shape
-        if inputs != views.num_inputs:
-            raise Refused(f"--players {name}: that policy was trained on views of {inputs} numbers, this game gives "
-                          f"{views.num_inputs}")
-        if hidden_size != policies[0]["view.weight"].shape[1]:
-            raise Refused(f"--players {name}: its --hidden-size {hidden_size} differs from that of {names[0]}; trained "
-                          "players of one game must have one size")
+        (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
+        if (inputs, size) != (views.num_inputs, hidden_size):
+            raise Refused(f"--players {name}: a policy for views of {inputs} numbers of --hidden-size {size} "
+                          f"does not go with views of {views.num_inputs} and --hidden-size {hidden_size}")
     agent = Agent(len(names), views, hidden_size, 0)
     agent.load_state_dict({key: torch.stack([policy[key] for policy in policies]) for key in policies[0]})
     return agent
@@ -505,8 +503,8 @@ def load_policies(names, views):
 def rollout(args, table, returns):
     """Plays --num-steps steps of each game, or with --buffer episodes one whole episode of each.
 
-    -> dict of [T, L, M], where values are [T+1, L, M], and the steps played of each game [B]. `present` says which
-    of these are samples: the player was there, and the episode not yet over.
+    -> dict of [T, L, M], where values are [T+1, L, M], and the steps played of each game [B]. `present` says
+    which of these are samples: the player was there, and the episode not yet over.
     """
     whole_episodes = args.buffer == "episodes"
     if whole_episodes:
@@ -528,9 +526,6 @@ def rollout(args, table, returns):
     x = table.learner_rows(table.views.look(table.game.state()).transpose(0, 1))
     data["values"] = torch.cat([data["values"], table.agent(x)[1][None]])
     return data, played
-
-
-BUFFER_SIZE = 5000  # steps that the buffer of episodes holds by default
 
 
 class EpisodeBuffer(Saved):
@@ -556,10 +551,10 @@ class EpisodeBuffer(Saved):
 
 @torch.no_grad()
 def bring_up_to_date(agent, data):
-    """What the present policy thinks of stored data: its log-probabilities and values, and how far it has moved.
+    """Stored data with the log-probabilities and values of the present policy, and each sample's trace.
 
-    The stored log-probability is the one that the action was drawn with. PPO's ratio is taken to the present policy,
-    and each sample counts by the trace, min(1, present / drawn), as in decoupled PPO (Hilton et al. 2022).
+    The stored log-probability is the one that the action was drawn with. PPO's ratio is taken to the present
+    policy, and each sample counts by its trace, min(1, present / drawn): decoupled PPO (Hilton et al. 2022).
     """
     answers = [agent(x) for x in data["x"]]
     log_probs, values = (torch.stack(answer) for answer in zip(*answers))
@@ -572,11 +567,11 @@ def bring_up_to_date(agent, data):
 
 
 def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
-    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1, ...].
+    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets: [T, ...] of values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
     trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
-    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and Retrace.
+    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018).
     """
     trace = torch.ones_like(rewards) if trace is None else trace
     goes_on = (~ends).to(rewards.dtype)
@@ -602,15 +597,16 @@ def variance(x, weight):
 def ppo_loss(log_probs, value, batch, args, ent_coef):
     """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
 
-    log_probs [L, M, 7] and value [L, M] are the networks' answers now; batch holds [L, M] of actions, logprobs,
-    advantages, returns, trace, and weight: 1 for a sample, 0 for a step at which the player was absent.
+    log_probs [L, M, 7] and value [L, M] are what the networks answer now; batch holds [L, M] of actions,
+    logprobs, advantages, returns, trace, and weight: 1 for a sample, 0 where the player was absent.
     """
     weight, advantages = batch["weight"], batch["advantages"]
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
     centred = advantages - masked_mean(advantages, weight)[:, None]
     advantages = centred / (masked_mean(centred.square(), weight).sqrt()[:, None] + 1e-8)
-    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    surrogate = torch.minimum(advantages * ratio, advantages * clipped)
     policy_loss = -masked_mean(surrogate * batch["trace"], weight)
     value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), weight)
     entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
@@ -633,7 +629,7 @@ def clip_gradients(agent, max_norm):
 
 
 def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
-    """One PPO update of all learners on data [T, L, M]. -> the means of the losses over the update, each [L]"""
+    """One PPO update of all learners on data [T, L, M]. -> the means of the losses over it, each [L]"""
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
     advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
                                       args.gae_lambda, trace)
@@ -648,10 +644,11 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     totals = []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
-        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
+        number = torch.rand(weight.shape, generator=generator, device=weight.device)
+        order = (number - weight).argsort(1)[:, :most]
         for rows in order.chunk(args.num_minibatches, 1):
             index = (rows + offset).flatten()
-            batch = {key: value.index_select(0, index).unflatten(0, rows.shape) for key, value in flat.items()}
+            batch = {key: x.index_select(0, index).unflatten(0, rows.shape) for key, x in flat.items()}
             loss, parts = ppo_loss(*agent(batch["x"]), batch, args, ent_coef)
             optimizer.zero_grad()
             loss.sum().backward()
@@ -660,8 +657,8 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
             totals.append(parts)
     means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
     returns, values = (flat[key].view(weight.shape) for key in ("returns", "values"))
-    means["explained_variance"] = 1 - variance(returns - values, weight) / variance(returns, weight).clamp(min=1e-8)
-    return means
+    unexplained = variance(returns - values, weight) / variance(returns, weight).clamp(min=1e-8)
+    return {**means, "explained_variance": 1 - unexplained}
 
 
 # ==================================================================================== views
@@ -673,10 +670,10 @@ class Views:
     """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
 
     The facts of a view [K], in this order: what is on each cell; where each co-player is; the player's own
-    cell; everybody's previous action; which actions are legal; the step; the steps left. What is on a cell, and
-    who, is told by where that cell is from the player's own: in a window of 7 x 7 around it, at whose rim stands
-    what is further off. So the window has one size for every board, and "go there" looks the same wherever the
-    player stands.
+    cell; everybody's previous action; which actions are legal; the step; the steps left. What is on a cell,
+    and who, is told by where that cell is from the player's own: in a window of 7 x 7 around it, at whose rim
+    stands what is further off. So the window has one size for every board, and "go there" looks the same
+    wherever the player stands.
 
     Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
     facts name (`FirstLayer`). The facts stand for the features [F] of a view, zeros but for a few: `meaning`.
@@ -819,7 +816,7 @@ class FirstLayer(Linear):
 
 
 def legal_log_softmax(logits, mask):
-    """Log-probabilities over the legal actions [..., M, 7]; by columns, five times faster than by rows of 7."""
+    """Log-probabilities over legal actions [..., M, 7]; by columns, five times faster than by rows of 7."""
     columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
     return columns.log_softmax(-2).transpose(-1, -2)
 
@@ -1122,7 +1119,7 @@ def player_rule(name):
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities in every seat, [7, N, B], of a player that seeks the nearest prey of one kind."""
+    """The action probabilities in each seat, [7, N, B], of a player that seeks the nearest prey of a kind."""
     here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
     length = path_lengths(here != 0, targets, game.height, game.width)
@@ -1168,20 +1165,17 @@ class UserPlayer:
     def __init__(self, name, game):
         self.name = name
         path, _, class_name = name.rpartition(":")
-        if not os.path.isfile(path):
-            raise Refused(f"--players {name}: there is no file {path}")
-        try:  # what is wrong with it shows before anything has been written
+        try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
-                raise Refused(f"--players {name}: {path} has no class {class_name} with a method "
-                              "act(observation, action_mask, step, generator)")
+                raise TypeError(f"no class {class_name} with act(observation, action_mask, step, generator)")
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"--players {name} fails: {error!r}") from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -1196,7 +1190,7 @@ class UserPlayer:
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
-            raise Refused(f"--players {self.name}: act returned {got}, not {len(step)} whole numbers")
+            raise Refused(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         return action
 
 
@@ -1302,21 +1296,16 @@ def board_name(args):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    if args.resume is not None:
-        folder = args.resume
-    else:
-        now = int(time.time())
-        name = args.run_name or f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{now}"
-        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
-            raise Refused(f"--run-name {name!r} is no valid folder name")
-        folder = os.path.join(args.runs_dir, name)
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic
+    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = args.resume or os.path.join(args.runs_dir, name)
+    if not args.resume:
         try:
             os.makedirs(folder)
-        except FileExistsError as error:
-            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or "
-                          "choose another name") from error
         except OSError as error:
-            raise Refused(f"--runs-dir {args.runs_dir}: {folder} cannot be made: {error.strerror}") from error
+            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
     config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
     save_json(os.path.join(folder, "config.json"), config)
     return folder
@@ -1333,14 +1322,14 @@ def open_writer(folder, args, true_steps=0):
 
 
 def save_json(path, content):
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file, whole or not at all."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
     os.replace(path + ".new", path)
 
 
 def save_checkpoint(folder, content):
-    """Writes checkpoint.pt whole or not at all."""
+    """Writes checkpoint.pt, whole or not at all."""
     path = os.path.join(folder, "checkpoint.pt")
     torch.save({"script": SCRIPT, **content}, path + ".new")
     os.replace(path + ".new", path)
@@ -1363,11 +1352,10 @@ class Interrupt:
     """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
 
     def __enter__(self):
-        self.wanted = False
-        self.before = signal.signal(signal.SIGINT, self.handle)
+        self.wanted, self.before = False, signal.signal(signal.SIGINT, self.handle)
         return self
 
-    def handle(self, number, frame):
+    def handle(self, *_):
         self.wanted = True
         signal.signal(signal.SIGINT, self.before)
 
@@ -1426,13 +1414,12 @@ def equal_players_test(returns, names):
     the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
     """
     scores = []
-    for j in range(len(names)):
-        for i in range(j):
-            if names[i] == names[j] is not None:
-                difference = returns[:, i].double() - returns[:, j].double()
-                mean = abs(difference.mean().item())
-                spread = difference.std().item() / math.sqrt(len(difference))
-                scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
+    for i, j in itertools.combinations(range(len(names)), 2):
+        if names[i] == names[j] is not None:
+            difference = returns[:, i].double() - returns[:, j].double()
+            mean = abs(difference.mean().item())
+            spread = difference.std().item() / math.sqrt(len(difference))
+            scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
     if not scores:
         return 0.0, math.inf, None
     score, pair = max(scores)
@@ -1500,8 +1487,7 @@ def add_gif(writer, tag, frames, step, path):
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    durations = [350] * (len(frames) - 1) + [1500]  # milliseconds
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=durations, loop=0)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=350, loop=0)
     with open(path, "rb") as file:
         picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
                                 height=frames[0].height)

@@ -85,7 +85,8 @@ def among(folder, name, seed):
     for players, flags in AMONG[name]:
         trained = os.path.join(folder, f"{name}-{seed}", "checkpoint.pt:player_1")
         args = tyro.cli(script.Args, args=["--players", *players.format(trained).split(), *flags.split()])
-        answer[players] = script.evaluate(args, None, 20_000, False, seed)[:, 0].mean().item()
+        returns, _ = script.evaluate(args, None, 20_000, False, seed)
+        answer[players] = returns[:, 0].mean().item()
     with open(path, "w", encoding="utf-8") as file:
         json.dump(answer, file, indent=2)
     return answer
@@ -103,11 +104,13 @@ def equal_together(folder, name, seeds):
         players = [f"{os.path.join(folder, f'{name}-{seed}', 'checkpoint.pt')}:player_{seat}" for seat in (1, 2, 3, 4)]
         path = os.path.join(folder, f"{name}-{seed}", "returns.pt")
         if not os.path.isfile(path):
-            torch.save(script.evaluate(tyro.cli(script.Args, args=["--players", *players]), None, 20_000, False, 77_000 + seed), path)
+            args = tyro.cli(script.Args, args=["--players", *players])
+            torch.save(script.evaluate(args, None, 20_000, False, 77_000 + seed)[0], path)
         every.append(torch.load(path))
     score, limit, pair = script.equal_players_test(torch.cat(every), ["ppo"] * 4)
     verdict = "they earn equally" if score <= limit else f"players {pair[0] + 1} and {pair[1] + 1} do not earn equally"
-    return f"{name}, {len(seeds)} seeds together, {sum(map(len, every))} episodes: largest |z| {score:.2f} (limit {limit:.2f}), {verdict}."
+    return (f"{name}, {len(seeds)} seeds together, {sum(map(len, every))} episodes: largest |z| {score:.2f} "
+            f"(limit {limit:.2f}), {verdict}.")
 
 
 def spread(values, digits=3):
@@ -121,17 +124,17 @@ def spread(values, digits=3):
 
 def table(done):
     """The Markdown table of all that is done: {run: [results of each seed]}."""
-    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | steps to 2.85 | whole run, s | value loss | "
+    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | true steps to 2.85 | whole run, s | value loss | "
              "entropy | explained variance | equal players |", "|" + "---|" * 11]
     for name, seeds in done.items():
         def losses(key):
             return spread([value for result in seeds for value in result["losses"][key].values()], 2)
-        reached = [result["thresholds"].get("2.85") or {"seconds": None, "timesteps": None} for result in seeds]
+        reached = [result["thresholds"].get("2.85") or {"seconds": None, "true_steps": None} for result in seeds]
         equal = [result["evaluation"]["sampled"]["equal_players"]["equal"] for result in seeds]
         lines.append("| " + " | ".join([
             name, str(len(seeds)), spread([result["evaluation"]["sampled"]["mean"] for result in seeds]),
             spread([result["evaluation"]["greedy"]["mean"] for result in seeds]),
-            spread([at["seconds"] for at in reached], 1), spread([at["timesteps"] for at in reached], 0),
+            spread([at["seconds"] for at in reached], 1), spread([at["true_steps"] for at in reached], 0),
             spread([result["seconds"] for result in seeds], 0), losses("value_loss"), losses("entropy"),
             losses("explained_variance"), f"{sum(equal)} of {len(equal)}"]) + " |")
     return "\n".join(lines)

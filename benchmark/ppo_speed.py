@@ -32,7 +32,6 @@ def measure(flags, repeats, updates):
     """Agent steps a second, and the seconds that an update spends playing and learning. -> three lists"""
     args = script.Args(players=("ppo",) * 4, **flags)
     table = script.Table(args, args.num_envs, args.seed)
-    generator = torch.Generator().manual_seed(args.seed)
     returns = script.Returns(args.num_envs, 4, "cpu")
     optimizer = torch.optim.Adam(table.agent.parameters(), lr=args.learning_rate, fused=True)
     speeds, playing, learning = [], [], []
@@ -40,9 +39,9 @@ def measure(flags, repeats, updates):
         played = learned = 0.0
         for _ in range(updates):
             begun = time.perf_counter()
-            data, steps = script.rollout(table, returns, args.num_steps, generator, args.reward_scale)
+            data, _ = script.rollout(args, table, returns)
             middle = time.perf_counter()
-            script.update(table.agent, table.agent, optimizer, data, None, args, args.ent_coef, args.soft_coef, generator)
+            script.update(args, table.agent, optimizer, data, None, args.ent_coef, args.soft_coef, table.generator)
             played, learned = played + middle - begun, learned + time.perf_counter() - middle
         if repeat:  # the first is for warming up
             speeds.append(4 * args.num_envs * args.num_steps * updates / (played + learned))
@@ -54,13 +53,10 @@ def measure(flags, repeats, updates):
 
 def main(args):
     torch.set_num_threads(1)
-    small = {"hidden_size": 46}
-    fast = {**small, "precision": "bfloat16", "num_envs": 512}
+    small, many = {"hidden_size": 46}, {"hidden_size": 46, "num_envs": 512}
     rows = {"default": {}, "1 epoch": {**small, "update_epochs": 1}, "4 epochs": {**small, "update_epochs": 4},
-            "1 epoch, bfloat16": {**small, "update_epochs": 1, "precision": "bfloat16"},
-            "1 epoch, bfloat16, 512 games": {**fast, "update_epochs": 1},
-            "4 epochs, bfloat16, 512 games": {**fast, "update_epochs": 4},
-            "1 epoch, bfloat16, 512 games, one network for all": {**fast, "update_epochs": 1, "share_parameters": True}}
+            "1 epoch, 512 games": {**many, "update_epochs": 1}, "4 epochs, 512 games": {**many, "update_epochs": 4},
+            "1 epoch, 512 games, one network for all": {**many, "update_epochs": 1, "share_parameters": True}}
     print("| setting | parameters of a learner | agent steps/s | playing, ms an update | learning, ms an update |")
     print("|---|---|---|---|---|")
     for name, flags in rows.items():

@@ -1,13 +1,13 @@
 """The batched game and its rule-based players: thousands of stag hunts as one tensor program.
 
 The scripts at the top level carry copies of what they need of this text, and `python tests/copies.py` keeps
-them the same; the rest of `envs/` and the tests take it from here. `stag_hunt.py` tells the same rules for one
-game, one player and one cell at a time; in the tests the two are played against each other step for step.
+them the same; the rest of `envs/` and the tests take it from here. `stag_hunt.py` tells the same rules for
+one game, one player and one cell at a time; in the tests the two play against each other step for step.
 """
 
 import functools
+import itertools
 import math
-import os
 import random
 import re
 import runpy
@@ -39,7 +39,7 @@ def check_ranges(args, ranges):
 
 
 class Saved:
-    """A thing whose state is a few attributes, named in `saved`: plain values, or again things with a state."""
+    """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
 
     saved = ()
 
@@ -373,7 +373,7 @@ def player_rule(name):
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities in every seat, [7, N, B], of a player that seeks the nearest prey of one kind."""
+    """The action probabilities in each seat, [7, N, B], of a player that seeks the nearest prey of a kind."""
     here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
     length = path_lengths(here != 0, targets, game.height, game.width)
@@ -419,20 +419,17 @@ class UserPlayer:
     def __init__(self, name, game):
         self.name = name
         path, _, class_name = name.rpartition(":")
-        if not os.path.isfile(path):
-            raise Refused(f"--players {name}: there is no file {path}")
-        try:  # what is wrong with it shows before anything has been written
+        try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
-                raise Refused(f"--players {name}: {path} has no class {class_name} with a method "
-                              "act(observation, action_mask, step, generator)")
+                raise TypeError(f"no class {class_name} with act(observation, action_mask, step, generator)")
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"--players {name} fails: {error!r}") from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -447,7 +444,7 @@ class UserPlayer:
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
-            raise Refused(f"--players {self.name}: act returned {got}, not {len(step)} whole numbers")
+            raise Refused(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         return action
 
 
@@ -513,13 +510,12 @@ def equal_players_test(returns, names):
     the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
     """
     scores = []
-    for j in range(len(names)):
-        for i in range(j):
-            if names[i] == names[j] is not None:
-                difference = returns[:, i].double() - returns[:, j].double()
-                mean = abs(difference.mean().item())
-                spread = difference.std().item() / math.sqrt(len(difference))
-                scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
+    for i, j in itertools.combinations(range(len(names)), 2):
+        if names[i] == names[j] is not None:
+            difference = returns[:, i].double() - returns[:, j].double()
+            mean = abs(difference.mean().item())
+            spread = difference.std().item() / math.sqrt(len(difference))
+            scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
     if not scores:
         return 0.0, math.inf, None
     score, pair = max(scores)
