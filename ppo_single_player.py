@@ -318,8 +318,7 @@ def train(args, run, folder, writer):
                                  true_steps=run.true_steps)
             bar.update(run.true_steps - bar.n)
             run.returns.show(bar)
-            if run.true_steps > 0.9 * args.total_timesteps:
-                run.losses.append(losses)
+            run.losses = run.losses + [losses] if run.true_steps > 0.9 * args.total_timesteps else []
             log_update(writer, run, losses, {
                 "charts/SPS": (run.true_steps - steps_before) / (ended - begun), "charts/ent_coef": ent_coef,
                 "charts/learning_rate": learning_rate, "charts/soft_coef": soft_coef,
@@ -401,7 +400,7 @@ def report(args, run, folder, writer):
         writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
     losses = {}
     for key in run.losses[0]:
-        mean = torch.stack([losses[key] for losses in run.losses]).mean(0)
+        mean = torch.stack([update[key] for update in run.losses]).mean(0)
         losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
@@ -485,7 +484,7 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {})
+        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == SCRIPT else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")

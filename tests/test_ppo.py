@@ -1,4 +1,4 @@
-"""ppo_single_player.py: its formulas against slow ones, its symmetry, its exact resuming, and that it learns."""
+"""ppo_single_player.py: its formulas against slow ones, its symmetry, exact resuming, and that it learns."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def same(one, two):
 
 
 def slow_gae(rewards, values, ends, present, gamma, lam, trace):
-    """Advantages by the definition: the sum of discounted errors up to the end of the player's game, for one row."""
+    """Advantages by the definition: the sum of discounted errors up to the end of the player's game; one row."""
     steps = len(rewards)
     delta = [rewards[t] + (0 if ends[t] else gamma * values[t + 1]) - values[t] for t in range(steps)]
     advantages = []
@@ -62,7 +62,8 @@ def random_games(generator, steps, rows):
                 away -= 1
             elif ends[t, row]:
                 away = int(torch.randint(4, (), generator=generator))
-    return torch.randn(steps, rows, generator=generator), torch.randn(steps + 1, rows, generator=generator), ends, present
+    rewards = torch.randn(steps, rows, generator=generator)
+    return rewards, torch.randn(steps + 1, rows, generator=generator), ends, present
 
 
 @pytest.mark.parametrize("stale", [False, True])
@@ -70,9 +71,10 @@ def test_gae_equals_the_slow_sum(stale):
     generator = torch.Generator().manual_seed(3)
     rewards, values, ends, present = random_games(generator, 40, 30)
     trace = torch.rand(40, 30, generator=generator) if stale else torch.ones(40, 30)
-    advantages, returns = script.compute_gae(rewards, values, ends, present, 0.97, 0.9, trace if stale else None)
+    data = rewards, values, ends, present
+    advantages, returns = script.compute_gae(*data, 0.97, 0.9, trace if stale else None)
     for row in range(30):
-        slow = slow_gae(*(x[:, row].tolist() for x in (rewards, values, ends, present)), 0.97, 0.9, trace[:, row].tolist())
+        slow = slow_gae(*(x[:, row].tolist() for x in data), 0.97, 0.9, trace[:, row].tolist())
         assert advantages[:, row].tolist() == pytest.approx(slow, abs=1e-5)
     assert torch.allclose(returns, values[:-1] + trace * advantages)
     assert not advantages[~present].any() and (~present).any()
@@ -118,7 +120,8 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
              "trace": torch.rand(3, 50, generator=generator), "weight": (draw(3, 50) > 0).float()}
     loss, _ = script.ppo_loss(log_probs, value, batch, args, 0.01)
     for learner in range(3):
-        assert loss[learner].item() == pytest.approx(slow_ppo_loss(log_probs, value, batch, args, 0.01, learner), abs=1e-5)
+        slow = slow_ppo_loss(log_probs, value, batch, args, 0.01, learner)
+        assert loss[learner].item() == pytest.approx(slow, abs=1e-5)
     absent = batch["weight"] == 0
     changed = {key: torch.where(absent, x * 3, x) if x.is_floating_point() and
                key != "weight" else x for key, x in batch.items()}
@@ -136,8 +139,9 @@ def test_views_turn_with_the_players_and_show_the_nearest_cells():
     views = script.Views(5, 6, 4, 35)
     x, state = views.look(game.state()), game.state()
     assert x.shape[:2] == (4, 30) and x.dtype == torch.int16
-    turned = views.look({**state, "cell": state["cell"].roll(-1, 0), "previous": state["previous"].roll(-1, 0)})
-    assert torch.equal(turned, x.roll(-1, 0))  # who is asked first changes nothing else
+    turned = {name: tensor.roll(-1, 0) if name in ("cell", "previous") else tensor
+              for name, tensor in state.items()}
+    assert torch.equal(views.look(turned), x.roll(-1, 0))  # who is asked first changes nothing else
     observed = game.observe()
     assert torch.equal(views.mask(x), observed["action_mask"].transpose(0, 1))
     side, planes = 2 * script.SIGHT + 1, 6
@@ -179,7 +183,7 @@ def test_a_first_layer_is_the_product_with_the_features():
 
 
 def test_relabelling_the_seats_relabels_learning(tmp_path, monkeypatch):
-    """A learner in seat 3 ends with the parameters that it would have in seat 1, all draws relabelled with it."""
+    """A learner in seat 3 ends with the parameters that it would have in seat 1, all draws relabelled too."""
     turn = [2, 3, 0, 1]  # the player that sat in seat s sits in seat turn[s]
     boards, sample = script.BatchedStagHunt.draw_boards, script.sample_actions
 
@@ -192,10 +196,11 @@ def test_relabelling_the_seats_relabels_learning(tmp_path, monkeypatch):
             return sample(probabilities[:, turn], generator)[:, turn]
         return sample(probabilities, generator)
 
-    script.main(flags(tmp_path, players=("ppo", "ns", "noisy-nh", "random"), run_name="seat1", eval_episodes=0))
+    first, third = ("ppo", "ns", "noisy-nh", "random"), ("noisy-nh", "random", "ppo", "ns")
+    script.main(flags(tmp_path, players=first, run_name="seat1", eval_episodes=0))
     monkeypatch.setattr(script.BatchedStagHunt, "draw_boards", turned_boards)
     monkeypatch.setattr(script, "sample_actions", turned_sample)
-    script.main(flags(tmp_path, players=("noisy-nh", "random", "ppo", "ns"), run_name="seat3", eval_episodes=0))
+    script.main(flags(tmp_path, players=third, run_name="seat3", eval_episodes=0))
     one, three = weights(tmp_path / "seat1"), weights(tmp_path / "seat3")
     for key in one:
         assert torch.allclose(one[key], three[key], atol=1e-6), key
@@ -229,8 +234,11 @@ def test_each_learner_learns_from_its_own_trajectory_alone(tmp_path):
 @pytest.mark.parametrize("changes", [
     {"players": ("ppo", "ns", "ns", "ns")},
     {"players": ("ns", "ppo", "mix:nh,random,patient-9", "ppo"), "share_parameters": True, "hares": 2},
-    {"players": ("ppo", "ppo"), "buffer": "episodes", "num_steps": script.Args.num_steps, "buffer_size": 300, "height": 3, "width": 5},
-    {"players": ("ppo",) * 4, "max_blocks": 1, "height": 6, "width": 6, "prosocial": True, "strengths": None},
+    {"players": ("ppo", "ppo"), "buffer": "episodes", "num_steps": script.Args.num_steps, "buffer_size": 300,
+     "height": 3, "width": 5},
+    {"players": ("ppo", "ppo", "ns"), "share_parameters": True, "buffer": "episodes", "buffer_size": 300,
+     "num_steps": script.Args.num_steps},
+    {"players": ("ppo",) * 4, "max_blocks": 1, "height": 6, "width": 6, "prosocial": True},
 ])
 def test_a_short_run_leaves_its_results(tmp_path, changes, capsys):
     args = flags(tmp_path, **changes)
@@ -245,7 +253,8 @@ def test_a_short_run_leaves_its_results(tmp_path, changes, capsys):
         learners = [f"player_{seat + 1}" for seat, name in enumerate(args.players) if name == "ppo"]
         assert evaluation["episodes"] == 40
         assert evaluation["mean"] == pytest.approx(sum(evaluation[name] for name in learners) / len(learners))
-        assert set(evaluation["ci95"]) == {*(f"player_{seat + 1}" for seat in range(len(args.players))), "mean"}
+        everybody = [f"player_{seat + 1}" for seat in range(len(args.players))]
+        assert set(evaluation["ci95"]) == {*everybody, "mean"}
     assert {"config.json", "checkpoint.pt", "results.json", "pictures"} <= set(os.listdir(folder))
     assert any(name.startswith("events.out.tfevents") for name in os.listdir(folder))
     assert any(name.endswith(".gif") for name in os.listdir(folder / "pictures"))
@@ -262,9 +271,10 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
     assert not same(weights(tmp_path / "a"), weights(tmp_path / "c"))
 
 
-@pytest.mark.parametrize("changes", [{"players": ("ppo", "mix:ns,nh", "ppo", "random")},
-                                     {"players": ("ppo", "ns"), "buffer": "episodes", "num_steps": script.Args.num_steps,
-                                      "total_timesteps": 1200}])
+@pytest.mark.parametrize("changes", [
+    {"players": ("ppo", "mix:ns,nh", "ppo", "random")},
+    {"players": ("ppo", "ns"), "buffer": "episodes", "num_steps": script.Args.num_steps, "total_timesteps": 1200},
+])
 def test_a_stopped_run_resumes_to_the_same_weights(tmp_path, monkeypatch, changes):
     script.main(flags(tmp_path, run_name="whole", eval_episodes=0, **changes))
     update, calls = script.update, []
@@ -283,9 +293,11 @@ def test_a_stopped_run_resumes_to_the_same_weights(tmp_path, monkeypatch, change
     assert stopped < changes.get("total_timesteps", 600)
     assert script.main(script.Args(resume=folder)) == 0
     assert same(weights(folder), weights(tmp_path / "whole"))
-    results = [json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8")) for name in ("whole", "halves")]
+    results = [json.loads((tmp_path / name / "results.json").read_text(encoding="utf-8"))
+               for name in ("whole", "halves")]
     assert results[0]["true_steps"] == results[1]["true_steps"]
     assert results[0]["losses"] == results[1]["losses"]
+    assert results[0]["thresholds"].keys() == results[1]["thresholds"].keys()
 
 
 def test_a_trained_player_takes_a_seat_and_does_not_learn(tmp_path):
@@ -298,12 +310,39 @@ def test_a_trained_player_takes_a_seat_and_does_not_learn(tmp_path):
     assert torch.equal(table.trained.view.weight[0], weights(tmp_path / "first")["view.weight"][1])
 
 
+def test_trained_players_that_cannot_sit_here_are_refused(tmp_path):
+    script.main(flags(tmp_path, run_name="first", players=("ppo", "ns"), eval_episodes=0))
+    path = str(tmp_path / "first" / "checkpoint.pt")
+    for players, changes, told in (
+            ((f"{path}:player_2", "ppo"), {}, "holds player_1, not 'player_2'"),
+            ((f"{path}:player_1", "ppo", "ns"), {}, "views of"),
+            ((f"{path}:player_1", "ppo"), {"width": 5}, "views of")):
+        with pytest.raises(script.Refused, match=told):
+            script.main(flags(tmp_path, players=players, **changes))
+    checkpoint = torch.load(path, weights_only=True)
+    torch.save({**checkpoint, "script": "another.py"}, path)
+    with pytest.raises(script.Refused, match="holds no policies"):
+        script.main(flags(tmp_path, players=(f"{path}:player_1", "ppo")))
+    assert os.listdir(tmp_path) == ["first"]
+
+
+def test_the_losses_of_a_run_are_those_of_its_last_tenth(tmp_path):
+    """Also where it is resumed with more steps: what was its last tenth is not any more."""
+    script.main(flags(tmp_path, run_name="run", eval_episodes=0))
+    assert script.main(script.Args(resume=str(tmp_path / "run"), total_timesteps=2000)) == 0
+    run = torch.load(tmp_path / "run" / "checkpoint.pt", weights_only=True)["run"]
+    assert run["true_steps"] == 2048 and len(run["losses"]) == 2  # after 1,920 and 2,048 steps
+    results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    mean = torch.stack([losses["entropy"] for losses in run["losses"]]).mean(0)
+    assert results["losses"]["entropy"] == {"player_1": pytest.approx(mean.item())}
+
+
 def test_self_play_learns_to_hunt_together(tmp_path):
     """Well above 1.0, which everybody gets from hares alone, in some ten seconds."""
-    script.main(script.Args(players=("ppo",) * 4, total_timesteps=200_000, num_envs=128, update_epochs=4, eval_episodes=2000,
-                            runs_dir=str(tmp_path), run_name="run"))
-    evaluation = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))["evaluation"]["sampled"]
-    assert evaluation["mean"] > 2.0
+    script.main(script.Args(players=("ppo",) * 4, total_timesteps=200_000, num_envs=128, update_epochs=4,
+                            eval_episodes=2000, runs_dir=str(tmp_path), run_name="run"))
+    results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
+    assert results["evaluation"]["sampled"]["mean"] > 2.0
 
 
 # ------------------------------------------------------------------------------------ refused flags
@@ -318,7 +357,7 @@ def test_self_play_learns_to_hunt_together(tmp_path):
     ("--hares 0 --hare-reward 2", "--hare-reward 2.0 means nothing with --hares 0"),
     ("--stags 0 --strengths 1 2 1 1", "--strengths 1.0 2.0 1.0 1.0 means nothing with --stags 0"),
     ("--prosocial --strengths 1 2 1 1", "means nothing with --prosocial"),
-    ("--buffer episodes --buffer-size 20", "--buffer-size 20 is too small"),
+    ("--buffer episodes --buffer-size 20", "--buffer-size 20 holds no episode"),
     ("--num-envs 1 --num-steps 2 --num-minibatches 3", "--num-minibatches 3"),
     ("--height 2 --width 2", "--height 2"),
     ("--gamma 1.5", "--gamma 1.5"),
@@ -329,12 +368,25 @@ def test_self_play_learns_to_hunt_together(tmp_path):
     ("--players ppo ns ns README.md:Nobody", "README.md"),
     ("--threads 0", "--threads 0"),
 ])
-def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words):
-    command = [sys.executable, os.path.join(HERE, "..", "ppo_single_player.py"), "--runs-dir", str(tmp_path / "runs")]
-    done = subprocess.run(command + line.split(), capture_output=True, text=True, cwd=os.path.join(HERE, ".."))
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr and len(done.stderr.strip().splitlines()) == 1, done.stderr
+def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["ppo_single_player.py", "--runs-dir", str(tmp_path / "runs"), *line.split()])
+    monkeypatch.chdir(os.path.join(HERE, ".."))
+    with pytest.raises(SystemExit) as end:
+        script.run_script(script.Args, script.main)
+    error = capsys.readouterr().err
+    assert end.value.code == 2
+    assert words in error and len(error.strip().splitlines()) == 1, error
     assert not (tmp_path / "runs").exists()
+
+
+def test_command_line(tmp_path):
+    command = [sys.executable, os.path.join(HERE, "..", "ppo_single_player.py"), "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run([*command, "--gamma", "1.5"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr == "error: --gamma 1.5 must lie between 0 and 1\n"
+    flags = "--total-timesteps 100 --num-envs 4 --num-steps 8 --eval-episodes 10 --run-name run"
+    done = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "128 true steps" in done.stdout.splitlines()[-1]
 
 
 def test_an_existing_run_is_not_written_into(tmp_path):
