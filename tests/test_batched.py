@@ -559,6 +559,21 @@ def test_a_lineup_resumes_exactly():
         assert all(map(torch.equal, expected, ahead(resumed)))
 
 
+def test_a_lineup_tells_whose_probabilities_it_knows(tmp_path):
+    game = BatchedStagHunt(50, num_players=5)
+    name = write_player(tmp_path, "return action_mask.int().argmax(-1)")
+    lineup = Lineup(["ns", None, "mix:ns,random", name, "patient-9"], game)
+    assert lineup.known.tolist() == [True, False, True, False, True]
+    legal = game.observe()["action_mask"].float()
+    uniform = legal / legal.sum(-1, keepdim=True)
+    assert torch.allclose(lineup.probabilities(game)[:, ~lineup.known], uniform[:, ~lineup.known])
+
+
+def test_the_game_and_its_players_do_not_draw_the_same_numbers():
+    game = BatchedStagHunt(8, seed=1)
+    assert not torch.equal(game.generator.get_state(), Lineup(["ns"] * 4, game, seed=1).generator.get_state())
+
+
 # ------------------------------------------------------------------------------------ players from the user's file
 
 

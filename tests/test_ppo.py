@@ -392,7 +392,7 @@ def test_command_line(tmp_path):
 def test_an_existing_run_is_not_written_into(tmp_path):
     script.main(flags(tmp_path, eval_episodes=0))
     before = weights(tmp_path / "run")
-    with pytest.raises(script.Refused, match="exists already"):
+    with pytest.raises(script.Refused, match="cannot be made"):
         script.main(flags(tmp_path, eval_episodes=0, seed=2))
     assert same(before, weights(tmp_path / "run"))
     with pytest.raises(script.Refused, match="--gamma 0.5 does not go with the 0.99"):
