@@ -2,8 +2,9 @@
 
     python benchmark/env_speed.py
 
-Each loop draws random legal actions and plays them, with observations and masks of all players and automatic reset.
-Prints a Markdown table: the median of 5 repeats, with the slowest and the fastest. Takes less than a minute.
+Each loop draws random legal actions and plays them, with observations and masks of all players and automatic
+reset. Prints a Markdown table: the median of 5 repeats, with the slowest and the fastest. Takes less than a
+minute.
 """
 
 import statistics

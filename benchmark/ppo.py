@@ -3,9 +3,9 @@
     python benchmark/ppo.py                     every run, 5 seeds (about an hour and a half on one core)
     python benchmark/ppo.py --only selfplay-4x4 --seeds 1 2 3
 
-Each run is an ordinary one in `--folder`, by the script's own command line. One that is finished is not run again, one
-that was stopped is resumed, so the benchmark can be stopped and started at will; the table is printed after each run and
-kept in `<folder>/ppo.md`.
+Each run is an ordinary one in `--folder`, by the script's own command line. One that is finished is not run
+again, one that was stopped is resumed, so the benchmark can be stopped and started at will; the table is
+printed after each run and kept in `<folder>/ppo.md`.
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import tyro
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SELF_PLAY = "--players ppo ppo ppo ppo"
+MIXES = "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random"
 RUNS = {
     "selfplay-4x4": SELF_PLAY,
     "selfplay-4x4-shared": SELF_PLAY + " --share-parameters",
@@ -30,9 +31,8 @@ RUNS = {
     "seat-3-of-3-ns": "--players ns ns ppo ns",
     "seat-4-of-3-ns": "--players ns ns ns ppo",
     "among-3-nh-8x8": "--players ppo nh nh nh --height 8 --width 8",
-    "among-mixes-8x8": "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random --height 8 --width 8 "
-                       "--total-timesteps 6000000",
-    "among-mixes-4x4": "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random --total-timesteps 6000000",
+    "among-mixes-8x8": MIXES + " --height 8 --width 8 --total-timesteps 6000000",
+    "among-mixes-4x4": MIXES + " --total-timesteps 6000000",
     "episodes-5000": SELF_PLAY + " --buffer episodes --buffer-size 5000",
     "episodes-20000": SELF_PLAY + " --buffer episodes --buffer-size 20000",
 }
@@ -73,7 +73,7 @@ def run(folder, name, flags, script="ppo_single_player.py"):
 
 
 def among(folder, name, seed):
-    """The trained player of a run among other line-ups, by playing on without learning. -> {line-up: mean return}"""
+    """The trained player of a run among other line-ups, without learning. -> {line-up: mean return}"""
     path = os.path.join(folder, f"{name}-{seed}", "among.json")
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
@@ -93,7 +93,7 @@ def among(folder, name, seed):
 
 
 def equal_together(folder, name, seeds):
-    """Do the four players of self-play earn equally, over 20,000 episodes of each seed together? -> a sentence"""
+    """Do the four players of self-play earn equally, over 20,000 episodes of each seed? -> a sentence"""
     sys.path.insert(0, os.path.join(HERE, ".."))
     import ppo_single_player as script
     import torch
@@ -101,14 +101,17 @@ def equal_together(folder, name, seeds):
     torch.set_num_threads(1)
     every = []
     for seed in seeds:
-        players = [f"{os.path.join(folder, f'{name}-{seed}', 'checkpoint.pt')}:player_{seat}" for seat in (1, 2, 3, 4)]
+        checkpoint = os.path.join(folder, f"{name}-{seed}", "checkpoint.pt")
+        players = [f"{checkpoint}:player_{seat}" for seat in (1, 2, 3, 4)]
         path = os.path.join(folder, f"{name}-{seed}", "returns.pt")
         if not os.path.isfile(path):
             args = tyro.cli(script.Args, args=["--players", *players])
             torch.save(script.evaluate(args, None, 20_000, False, 77_000 + seed)[0], path)
         every.append(torch.load(path))
     score, limit, pair = script.equal_players_test(torch.cat(every), ["ppo"] * 4)
-    verdict = "they earn equally" if score <= limit else f"players {pair[0] + 1} and {pair[1] + 1} do not earn equally"
+    verdict = "they earn equally"
+    if score > limit:
+        verdict = f"players {pair[0] + 1} and {pair[1] + 1} do not earn equally"
     return (f"{name}, {len(seeds)} seeds together, {sum(map(len, every))} episodes: largest |z| {score:.2f} "
             f"(limit {limit:.2f}), {verdict}.")
 
@@ -124,12 +127,13 @@ def spread(values, digits=3):
 
 def table(done):
     """The Markdown table of all that is done: {run: [results of each seed]}."""
-    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | true steps to 2.85 | whole run, s | value loss | "
-             "entropy | explained variance | equal players |", "|" + "---|" * 11]
+    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | true steps to 2.85 | whole run, s | "
+             "value loss | entropy | explained variance | equal players |", "|" + "---|" * 11]
     for name, seeds in done.items():
         def losses(key):
             return spread([value for result in seeds for value in result["losses"][key].values()], 2)
-        reached = [result["thresholds"].get("2.85") or {"seconds": None, "true_steps": None} for result in seeds]
+        never = {"seconds": None, "true_steps": None}
+        reached = [result["thresholds"].get("2.85") or never for result in seeds]
         equal = [result["evaluation"]["sampled"]["equal_players"]["equal"] for result in seeds]
         lines.append("| " + " | ".join([
             name, str(len(seeds)), spread([result["evaluation"]["sampled"]["mean"] for result in seeds]),
@@ -161,7 +165,8 @@ def main(args):
     done, strangers = {}, {}
     for seed in args.seeds:
         for name in args.only or RUNS:
-            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", f"{RUNS[name]} --seed {seed} {args.flags}"))
+            flags = f"{RUNS[name]} --seed {seed} {args.flags}"
+            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", flags))
             text = table(done)
             if name in AMONG:
                 strangers.setdefault(name, []).append(among(args.folder, name, seed))

@@ -2,9 +2,10 @@
 
     python benchmark/ppo_speed.py            about a minute
 
-Four learners on 4x4. A step of the environment counts as four agent steps. The first row is the script's default; the
-rows below it, at one and at four epochs, are for comparison with trainers of about 17,000 parameters a policy (here each
-of the four learners has that many, but for the last row). Median of `--repeats` and the range.
+Four learners on 4x4. A step of the environment counts as four agent steps. The first row is the script's
+default; the rows below it, at one and at four epochs, are for comparison with trainers of about 17,000
+parameters a policy (here each of the four learners has that many, but for the last row). Median of
+`--repeats` and the range.
 """
 
 import dataclasses

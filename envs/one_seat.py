@@ -3,10 +3,11 @@
     import gymnasium, envs
     env = gymnasium.make("StagHunt-v0", seat=1, players=("ns", "ns", "ns"), height=6, width=6)
 
-The observation is the dict of `envs/stag_hunt.py`. Single-agent libraries take it as it is where they know dicts
-(Stable-Baselines3's MultiInputPolicy); for others `gymnasium.wrappers.FlattenObservation(env)` makes one vector of it.
-The legal actions are in the observation, in `info["action_mask"]` and, for libraries that ask the environment (the
-MaskablePPO of sb3-contrib), in `env.unwrapped.action_masks()`. An illegal action is played as stay.
+The observation is the dict of `envs/stag_hunt.py`. Single-agent libraries take it as it is where they know
+dicts (Stable-Baselines3's MultiInputPolicy); for others `gymnasium.wrappers.FlattenObservation(env)` makes
+one vector of it. The legal actions are in the observation, in `info["action_mask"]` and, for libraries that
+ask the environment (the MaskablePPO of sb3-contrib), in `env.unwrapped.action_masks()`. An illegal action is
+played as stay.
 """
 
 import gymnasium
@@ -18,13 +19,13 @@ from envs.stag_hunt import StagHunt
 class StagHuntSeat(gymnasium.Env):
     """The stag hunt as the player on one seat has it.
 
-    seat: which seat is yours, from 1 on.
-    players: who sits on the other seats, in their order: names of `envs/players.py`, or "file.py:Class".
-    episodes: how many episodes make a meeting, in the middle of which the switch-players switch. A new meeting begins
-        after that many, and with every reset(seed=...).
-    The other arguments are those of the game. num_players is the number of players with you, and may be left out.
+    seat: which seat is yours, from 1 on. players: who sits on the other seats, in their order: names of
+    `envs/players.py`, or "file.py:Class". episodes: how many episodes make a meeting, in the middle of which
+    the switch-players switch. A new meeting begins after that many, and with every reset(seed=...). The other
+    arguments are those of the game. num_players is the number of players with you, and may be left out.
 
-    The episode ends when your player leaves (terminated) or the game ends (terminated or truncated, as there).
+    The episode ends when your player leaves (terminated) or the game ends (terminated or truncated, as
+    there).
     """
 
     metadata = dict(StagHunt.metadata)

@@ -1,7 +1,7 @@
 """Rule-based players for the readable game, and players from a user's own file.
 
-A rule-based player sees what every player sees, the observation dict of `envs/stag_hunt.py`, and can tell the exact
-probability of each of its actions, so that the best that any predictor could do against it is known.
+A rule-based player sees what every player sees, the observation dict of `envs/stag_hunt.py`, and can tell the
+exact probability of each of its actions, so that the best that any predictor could do against it is known.
 
     random        uniform over its legal actions
     ns            nearest stag: on a stag, hunts; else moves uniformly among the moves that shorten the path, around
@@ -40,7 +40,8 @@ def check_name(name):
 def action_probabilities(name, observation, num_players, *, episode=0, episodes=1):
     """The probability of each of the 7 actions of the player called `name`, seen from its observation dict.
 
-    Only the switch-players look at `episode`, counted from 0, and `episodes`, how many there are in the meeting.
+    Only the switch-players look at `episode`, counted from 0, and `episodes`, how many there are in the
+    meeting.
     """
     check_name(name)
     planes, mask = observation["observation"], observation["action_mask"]
@@ -148,9 +149,10 @@ def load_player(spec):
 class FilePlayer:
     """A user's player, with what it returns checked.
 
-    `act` gets one batch of torch tensors: ego-first planes [B, H, W, N+3] uint8, legal actions [B, 7] bool, step [B]
-    int64 and a torch.Generator, and returns whole numbers [B]. A number that is no legal action is played as stay by
-    the game. `reset`, which the user's class may leave out, is told with a mask [B] where episodes begin.
+    `act` gets one batch of torch tensors: ego-first planes [B, H, W, N+3] uint8, legal actions [B, 7] bool,
+    step [B] int64 and a torch.Generator, and returns whole numbers [B]. A number that is no legal action is
+    played as stay by the game. `reset`, which the user's class may leave out, is told with a mask [B] where
+    episodes begin.
     """
 
     def __init__(self, spec, player):

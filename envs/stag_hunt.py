@@ -8,48 +8,52 @@
         observations, rewards, terminations, truncations, infos = env.step(actions)
         print(env.render())
 
-The board. A grid of height x width cells with players, stags, hares and perhaps obstacles. Prey never move. A reset
-puts all players and prey on distinct free cells, uniformly. Afterwards players may share a cell with one another and
-with prey.
+The board. A grid of height x width cells with players, stags, hares and perhaps obstacles. Prey never move. A
+reset puts all players and prey on distinct free cells, uniformly. Afterwards players may share a cell with
+one another and with prey.
 
-Obstacles. max_blocks pieces are tried one after another: a straight tromino, a corner tromino, a straight tetromino or
-an L tetromino, each as likely, turned by 0, 1, 2 or 3 quarter turns, each as likely (the L is never mirrored). The
-top-left corner of the turned piece's bounding box is put on any cell of the board, each as likely; a piece that then
-sticks out or overlaps an earlier one is left out, so that there may be fewer than max_blocks. If the free cells do not
-hang together (up, down, left, right), the whole draw is thrown away and made again.
+Obstacles. max_blocks pieces are tried one after another: a straight tromino, a corner tromino, a straight
+tetromino or an L tetromino, each as likely, turned by 0, 1, 2 or 3 quarter turns, each as likely (the L is
+never mirrored). The top-left corner of the turned piece's bounding box is put on any cell of the board, each
+as likely; a piece that then sticks out or overlaps an earlier one is left out, so that there may be fewer
+than max_blocks. If the free cells do not hang together (up, down, left, right), the whole draw is thrown away
+and made again.
 
-Actions. 0 up, 1 down, 2 left, 3 right, 4 stay, 5 hunt stag, 6 hunt hare. A move is legal when it ends on a free cell
-of the board, hunting when a prey of that kind stands in the player's own cell, staying always. Anything else that is
-handed in (an illegal action, a number that is no action, something that is no whole number, nothing at all) is played,
-and recorded, as stay. Actions of players that have left are ignored; only a name that no player of the game has is an
-error.
+Actions. 0 up, 1 down, 2 left, 3 right, 4 stay, 5 hunt stag, 6 hunt hare. A move is legal when it ends on a
+free cell of the board, hunting when a prey of that kind stands in the player's own cell, staying always.
+Anything else that is handed in (an illegal action, a number that is no action, something that is no whole
+number, nothing at all) is played, and recorded, as stay. Actions of players that have left are ignored; only
+a name that no player of the game has is an error.
 
-A step. All players act at once. Hunts are settled on the cells that the players stood on before the step; then the
-others move. The order of the players changes nothing.
-- A stag is caught when at least stag_hunters players standing on it hunt it in the same step. stag_reward is split
-  among exactly those hunters in proportion to their strengths. Too few hunters just stay; their recorded action is
-  still the hunt, for it was legal.
-- A hare is caught when at least one player standing on it hunts it. hare_reward is split equally among its hunters.
+A step. All players act at once. Hunts are settled on the cells that the players stood on before the step;
+then the others move. The order of the players changes nothing.
+- A stag is caught when at least stag_hunters players standing on it hunt it in the same step. stag_reward is
+  split among exactly those hunters in proportion to their strengths. Too few hunters just stay; their
+  recorded action is still the hunt, for it was legal.
+- A hare is caught when at least one player standing on it hunts it. hare_reward is split equally among its
+  hunters.
 - A caught prey and its hunters leave the board at once.
 - Every player that was there when the step began also gets time_reward.
-- With prosocial, each player that was there when the step began gets instead the mean, over all num_players players,
-  of that step's rewards, where those who had left before count 0.
-Rewards are numbers of 32-bit precision (strengths too): shares, sums and means are computed in 64 bits and rounded.
+- With prosocial, each player that was there when the step began gets instead the mean, over all num_players
+  players, of that step's rewards, where those who had left before count 0. Rewards are numbers of 32-bit
+  precision (strengths too): shares, sums and means are computed in 64 bits and rounded.
 
-The end. A player's own game ends when it leaves: it is terminated and is gone from `agents`. The episode ends for all
-that are still there when no prey is left (terminated), or at the deadline (truncated), which is step final_time. With
-dynamic_final_time the first catch, in step number s, moves the deadline to s + 5 if that is earlier. Where both ends
-hold, the players are terminated, not truncated; a player that leaves in the last step is terminated as well.
+The end. A player's own game ends when it leaves: it is terminated and is gone from `agents`. The episode ends
+for all that are still there when no prey is left (terminated), or at the deadline (truncated), which is step
+final_time. With dynamic_final_time the first catch, in step number s, moves the deadline to s + 5 if that is
+earlier. Where both ends hold, the players are terminated, not truncated; a player that leaves in the last
+step is terminated as well.
 
-The observation of a player, a dict. Players are always listed from the observer on: itself, the next, ... and round to
-the one before it.
+The observation of a player, a dict. Players are always listed from the observer on: itself, the next, ... and
+round to the one before it.
 - observation: height x width x (num_players + 3) planes of 0 and 1: the players, obstacles, stags, hares.
 - action_mask: 1 for each of the 7 actions that is legal (also in the info).
-- actions: what each player did in the step before; stay before the first step and for players that were already gone.
-  In the observation after a catch, the hunters are thus gone from the planes, but their hunt can be seen here.
-- step: the number of steps played. steps_left: how many can still be played.
-The last observation of an episode shows the board as it is. A player that left has an empty plane and only stay in its
-mask, in the observations of others as in its own last one.
+- actions: what each player did in the step before; stay before the first step and for players that were
+  already gone. In the observation after a catch, the hunters are thus gone from the planes, but their hunt
+  can be seen here.
+- step: the number of steps played. steps_left: how many can still be played. The last observation of an
+episode shows the board as it is. A player that left has an empty plane and only stay in its mask, in the
+observations of others as in its own last one.
 """
 
 import math
@@ -359,8 +363,8 @@ class StagHunt(pettingzoo.ParallelEnv):
     # ---- state
 
     def get_state(self):
-        """Everything that decides how the episode goes on, in plain values; the generator, which only a reset uses,
-        is not part of it."""
+        """Everything that decides how the episode goes on, in plain values; the generator, which only a reset
+        uses, is not part of it."""
         return {"players": list(self.players), "blocks": sorted(self.blocks), "stags": sorted(self.stags),
                 "hares": sorted(self.hares), "step": self.step_number, "deadline": self.deadline,
                 "last_actions": list(self.last_actions)}

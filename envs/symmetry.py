@@ -3,9 +3,9 @@
     python -m envs.symmetry --players random random random random
     python -m envs.symmetry --players ns nh nsh nsh --height 8 --width 8 --max-blocks 5 --episodes 50000
 
-The players of a line-up play the batched game, and each seat's mean return is printed with its 95 % interval. Then
-every pair of equal players (same name, same strength) is compared over the same episodes. The limit for the largest
-difference takes account of the number of pairs: a fair game fails the check once in 1,000 runs.
+The players of a line-up play the batched game, and each seat's mean return is printed with its 95 % interval.
+Then every pair of equal players (same name, same strength) is compared over the same episodes. The limit for
+the largest difference takes account of the number of pairs: a fair game fails the check once in 1,000 runs.
 
 Exit code: 0 where no bias was found, 1 on bias, 2 where the flags make no sense.
 """
@@ -71,9 +71,9 @@ class Args:
 def play(names, episodes, *, num_envs=1024, seed=1, device="cpu", **board):
     """Plays a line-up against itself. -> the return of each seat in each episode, [E, N] in double precision
 
-    Every environment plays the same number of episodes, for otherwise the short ones would be counted too often; E is
-    `episodes` rounded up to a multiple of num_envs. The episodes of one environment make one meeting, in the middle
-    of which the switch-players switch.
+    Every environment plays the same number of episodes, for otherwise the short ones would be counted too
+    often; E is `episodes` rounded up to a multiple of num_envs. The episodes of one environment make one
+    meeting, in the middle of which the switch-players switch.
     """
     if episodes < 1:
         raise ValueError(f"--episodes {episodes} must be at least 1")

@@ -4,13 +4,14 @@
     python tests/copies.py --from ppo.py      # copies ppo.py's version over those of the others
 
 The law is for every *.py at the top level and for envs/batched.py:
-- A top-level function, class or constant that has the same name in two files is the same text in both, character for
-  character, with its decorators, its comments and those directly above it.
-- A class may leave out methods and constants that its file does not need: of two classes with one name, the head (with
-  the docstring) is the same text, and every part of the body that both have.
-- DIFFERENT lists the names that differ on purpose. A name that has become the same in all files must leave the list.
-- A script at the top level imports no other script and no folder of the project, so that it runs copied alone into an
-  empty folder.
+- A top-level function, class or constant that has the same name in two files is the same text in both,
+  character for character, with its decorators, its comments and those directly above it.
+- A class may leave out methods and constants that its file does not need: of two classes with one name, the
+  head (with the docstring) is the same text, and every part of the body that both have.
+- DIFFERENT lists the names that differ on purpose. A name that has become the same in all files must leave
+  the list.
+- A script at the top level imports no other script and no folder of the project, so that it runs copied alone
+  into an empty folder.
 """
 
 import argparse
@@ -76,7 +77,8 @@ class Source:
 
     def span(self, node):
         """The lines of a statement with its decorators and the comment lines directly above."""
-        first = min([node.lineno] + [decorator.lineno for decorator in getattr(node, "decorator_list", [])]) - 1
+        decorators = getattr(node, "decorator_list", [])
+        first = min(part.lineno for part in [node, *decorators]) - 1
         indent = " " * node.col_offset
         while first > 0 and self.lines[first - 1].startswith(indent + "#"):
             first -= 1
@@ -131,14 +133,14 @@ def drift_faults(sources, different):
         for name, spans in source.spans.items():
             if len(spans) > 1:
                 lines = ", ".join(str(first + 1) for first, _ in spans)
-                faults.append(f"{source.name} defines {name} {len(spans)} times (lines {lines}): once is enough")
+                faults.append(f"{source.name} defines {name} {len(spans)} times (lines {lines}): one is enough")
     for name in sorted({name for source in sources for name in source.spans}):
         groups = versions(name, sources, whole=name in different)
         holders = sum(map(len, groups.values()))
         if name.split(".")[0] in different:
             if name in different and holders > 1 and len(groups) == 1:
-                faults.append(f"{name} is the same in all {holders} files that define it: take it out of DIFFERENT "
-                              f"({different[name]!r})")
+                faults.append(f"{name} is the same in all {holders} files that define it: take it out of "
+                              f"DIFFERENT ({different[name]!r})")
         elif len(groups) > 1:
             faults.append(drift_report(name, groups))
     return faults
@@ -152,8 +154,8 @@ def drift_report(name, groups):
         lines.append(f"  version {number}: {', '.join(source.name for source in holders)}")
     common, holders = ordered[0]
     for text, others in ordered[1:]:
-        diff = list(difflib.unified_diff(common.split("\n"), text.split("\n"), holders[0].name, others[0].name,
-                                         lineterm="", n=1))
+        diff = list(difflib.unified_diff(common.split("\n"), text.split("\n"), holders[0].name,
+                                         others[0].name, lineterm="", n=1))
         more = len(diff) - LONGEST_DIFF
         lines += ["  " + line for line in diff[:LONGEST_DIFF]]
         lines += [f"  ... and {more} more lines"] if more > 0 else []
@@ -175,8 +177,8 @@ def import_faults(sources, root):
 
 
 def imported_modules(node):
-    """The modules that a node imports, by statement or by a call with the name written out; relative ones begin with
-    a dot."""
+    """The modules that a node imports, by statement or by a call with the name written out; relative ones
+    begin with a dot."""
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
     if isinstance(node, ast.ImportFrom):
@@ -197,19 +199,20 @@ def copy_from(giver, sources, different):
             if name.split(".")[0] in different or source.text(name) == giver.text(name):
                 continue
             if (name in giver.classes) != (name in source.classes):
-                faults.append(f"{name} cannot be copied from {giver.name} to {source.name}: it is not a class in both")
+                faults.append(f"{name} cannot be copied from {giver.name} to {source.name}: it is not a class "
+                              "in both")
                 continue
             here, there = source.spans[name], giver.spans[name]
             if len(here) > 1 or len(there) > 1:
                 continue  # drift_faults tells
             names = source.names_at(here[0])
             if names != giver.names_at(there[0]):
-                faults.append(f"{name} cannot be copied from {giver.name} to {source.name}, for the same statement "
-                              f"defines other names there: {', '.join(sorted(names))}")
+                faults.append(f"{name} cannot be copied from {giver.name} to {source.name}, for the same "
+                              f"statement defines other names there: {', '.join(sorted(names))}")
                 continue
             replaced[here[0]] = (names, giver.text(name))
         for (first, after), (_, text) in sorted(replaced.items(), reverse=True):
-            end = re.search(r"[\r\n]*$", source.lines[after - 1]).group()  # nothing at the very end of some files
+            end = re.search(r"[\r\n]*$", source.lines[after - 1]).group()  # nothing at the end of some files
             newline = "\r\n" if source.lines[0].endswith("\r\n") else "\n"
             source.lines[first:after] = [text.replace("\n", newline) + end]
         if replaced:
@@ -220,8 +223,10 @@ def copy_from(giver, sources, different):
 
 
 def main(arguments=None, different=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--from", dest="giver", metavar="SCRIPT", help="copy this file's version over the others")
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--from", dest="giver", metavar="SCRIPT",
+                        help="copy this file's version over the others")
     parser.add_argument("--root", type=Path, default=Path(__file__).resolve().parent.parent,
                         help="the folder to look at (default: this project)")
     args = parser.parse_args(arguments)
@@ -231,8 +236,8 @@ def main(arguments=None, different=None):
         wanted = args.giver.replace("\\", "/").removeprefix("./")
         giver = next((source for source in sources if source.name == wanted), None)
         if giver is None:
-            print(f"--from {args.giver}: there are {', '.join(source.name for source in sources) or 'no files'}",
-                  file=sys.stderr)
+            known = ", ".join(source.name for source in sources) or "no files"
+            print(f"--from {args.giver}: there are {known}", file=sys.stderr)
             return 2
         faults = copy_from(giver, sources, different)
         sources, unreadable = read_sources(args.root)
