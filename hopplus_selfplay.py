@@ -1,57 +1,71 @@
-"""HOP+ in the Markov stag hunt: infer the others' goals, predict their moves, imagine the world, search it, and learn.
+"""HOP+ in the Markov stag hunt: infer the others' goals, predict their moves, imagine the world, search it,
+and learn.
 
-    python hopplus_selfplay.py                              four HOP+ players learn to hunt together
-    python hopplus_selfplay.py --players hop ns ns ns       one among three stag hunters; any mix in any seat
-    python hopplus_selfplay.py --mode adapt --checkpoint runs/x --players hop nh nh nh      a trained one among strangers
-    python hopplus_selfplay.py --mode watch --checkpoint runs/x                             look into their heads
-    tensorboard --logdir runs
+    python hopplus_selfplay.py                              four HOP+ players learn to hunt together python
+    hopplus_selfplay.py --players hop ns ns ns       one among three stag hunters; any mix in any seat python
+    hopplus_selfplay.py --mode adapt --checkpoint runs/x --players hop nh nh nh      a trained one among
+    strangers python hopplus_selfplay.py --mode watch --checkpoint runs/x                             look
+    into their heads tensorboard --logdir runs
 
-Every seat that says `hop` is a player with networks of its own: policy and value, for each other player a model of its
-actions (MOA) and an inference of its goal, a goal prior, a world model. All of them are stacked and run as one batched
-program. A run first warms up offline on rule-based play (goals, models of others, world model), then plays itself:
+Every seat that says `hop` is a player with its own policy and value, and for each other player a model of its
+own: an inference of that player's goal from what it was seen to do, and of its actions from that goal (MOA).
+All players' networks are stacked and run as one batched program. What they share: the goal prior (what a goal
+is, learned in the warm-up and frozen then) and the world model (learned in the warm-up, the same for every
+seat). What is given: which actions are legal where, and that players meet from a board drawn anew when an
+episode is over.
 
-    act       believe something about each other player's goal; search the position in several trees, each with a draw
+A run first warms up on games of rule-based players (goals, models of others, world model), then plays itself:
+
+    play      believe something about each other player's goal; search the position in several trees, each with a draw
               of the goals from the belief; play the improved policy that the search returns
-    learn     the models of others and the beliefs from what was really played, and from imagined meetings with
-              strangers; the policy and the value from the search's result, and by PPO from imagined games
+    imagine   go on in the head, from real positions with the others as they are believed to be, and from the warm-up's
+              with strangers like those that it met
+    learn     the models of others from stretches of play, real ones, the warm-up's and imagined ones; policy and value
+              from the search's result where there was a search, and by PPO elsewhere
 
 The run prints one moving line, then tables of returns with and without search, and leaves everything in
-`runs/<run name>/`.
+`runs/<run name>/`. All true-game steps that it has used are counted in `true_steps`, those of the warm-up
+among them.
 
-The file from top to bottom:
+Letters in shapes:
+    N players   L HOP+ players (learners)   P = L * (N-1) ordered pairs, pair l * (N-1) + k - 1 is player l's model of
+    the k-th after it   B games   T steps   M any rows   K facts of a view   H hypotheses   G numbers in a goal
+
+The file from top to bottom, in the order in which things happen:
     arguments    the flags
+    training     the loop; what is saved; what is logged and reported
+    warm-up      games of rule-based players, and what is learned from them
+    play         who sits where, what each believes of the others, one joint move
+    search       Monte-Carlo tree search in all trees at once
+    imagination  games that go on in the players' heads
+    learning     the replay, the lesson for the models of others, the lesson for policy and value
+    measuring    evaluation, how well the models of others predict, pictures
+    adapt, watch a trained player among others; a game step by step
+    networks     goal prior, model of others, policy and value
+    world model  from a state and a joint move to the next state: learned, or the true rules
+    views        what the networks see of a state
     game         the batched stag hunt and its rules
     players      rule-based players, mixes of them, players from a file
-    networks     what a player sees; policy and value; goal prior, goal inference, model of other agents
-    world model  from a view and a joint move to the next view: learned, or the true rules
-    search       Monte-Carlo tree search in all trees at once
-    beliefs      who sits where, what each believes of the others, one joint move
-    learning     warm-up, real games, imagined games, the losses
-    outputs      run folder, pictures, progress
-    main         training, adaptation, watching
+    outputs      run folder, pictures, tables
 """
 
 import dataclasses
-import importlib.util
 import itertools
 import json
 import math
 import os
 import random
 import re
+import runpy
 import signal
 import sys
 import time
-import zlib
-from collections import deque
 from dataclasses import dataclass
 from statistics import NormalDist
-from types import SimpleNamespace
 from typing import Literal
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 
-import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -59,7 +73,7 @@ import tyro
 from tqdm import tqdm
 
 
-# ================================================================================ arguments
+# ======================================================================================= flags
 
 
 @dataclass
@@ -99,7 +113,7 @@ class RunArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
-    """threads that PyTorch may use; more help on a large network and an idle machine, and change the last digits"""
+    """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
     run_name: str | None = None
@@ -113,21 +127,22 @@ class RunArgs:
 @dataclass
 class Args(RunArgs, GameArgs):
     mode: Literal["train", "adapt", "watch"] = "train"
-    """train; or take a trained player of --checkpoint among others (adapt); or look at a game step by step (watch)"""
+    """train; or take a trained player of --checkpoint among others (adapt); or look at a game step by step
+    (watch)"""
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
-    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns, mix:A,B
-    (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by ppo_single_player.py)"""
+    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
+    mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
+    ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 160_000
-    """real environment steps of the run; one is one joint move of all players"""
+    total_timesteps: int = 81_920
+    """real environment steps of the training; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
     num_steps: int = 16
     """real steps of each game between two updates"""
-    goals: Literal["latent", "prey", "zero", "none"] = "latent"
-    """what is inferred of the others: a learned goal (HOP+); stag or hare (HOP); nothing, every goal being 0; or nothing
-    at all, the others being predicted to act at random"""
+    goals: Literal["latent", "zero"] = "latent"
+    """what the players go by: a learned goal of each other player (HOP+); or nothing, every goal being 0"""
     goal_dim: int = 16
     """numbers in a goal"""
     hypotheses: int = 8
@@ -137,124 +152,2350 @@ class Args(RunArgs, GameArgs):
     horizon: int = 35
     """steps within which a goal is looked for in hindsight"""
     moa_samples: Literal["present", "rewarded"] = "present"
-    """of what is really played, the models of others learn from all who are there, or only from those that went on to
-    catch something"""
+    """of what is really played, the models of others learn from all who are there, or only from those that
+    went on to catch something"""
     search: Literal["mcts", "one-step", "none"] = "mcts"
     """plan by tree search, by looking one move ahead, or not at all"""
     search_model: Literal["learned", "rules"] = "learned"
     """what moves the board in a search and in imagined games"""
-    simulations: int = 16
+    num_simulations: int = 16
     """simulations of a decision, all its trees together"""
-    trees: int = 2
+    num_trees: int = 2
     """trees of a decision, each with a draw of the others' goals from the belief"""
     beta: float = 6.0
-    """the search plays softmax(log-policy + beta * Q), Q divided by what is expected and --prize-floor on top (or, if that
-    is None, in the units of the game)"""
-    widening: float = 1.5
-    """an action tried n times has at most widening * sqrt(n) outcomes"""
-    imagined_ratio: float = 12.0
+    """the search plays softmax(log-policy + beta * Q), Q divided by what is expected there and --prize-floor
+    on top"""
+    prize_floor: float = 0.5
+    """divide Q and each advantage by what the player expects then and this on top: prizes count by how they
+    compare, not by their size; inf leaves them as they are"""
+    imagined_per_real: float = 12.0
     """imagined steps for each real one, for every player; 0 for none"""
     strangers: float = 0.75
-    """share of the imagined games that are meetings with players like those of the warm-up, and do not go on from real games"""
-    tremble: float = 0.2
-    """share of the imagined meetings with strangers in which these draw some of their actions, up to all, at random"""
-    fresh: float = 0.5
-    """share of the imagined games that start with an episode, further to those that start anywhere in one"""
-    buffer: Literal["transitions", "episodes"] = "transitions"
-    """the models of others learn from single steps of a buffer; with episodes the inference does, too, from whole stretches"""
+    """share of the imagined games that are with strangers like those of the warm-up"""
     buffer_size: int = 32_768
-    """real steps that the buffer holds, the last ones"""
+    """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
+    warmup_meetings: int = 128
+    """meetings of rule-based players in the warm-up, each of four episodes or more"""
+    warmup_epochs: int = 8
+    """times that the warm-up of goals and models of others goes through them"""
+    warmup_players: tuple[str, ...] = ("ns", "nh")
+    """who plays in the warm-up"""
     vae_checkpoint: str | None = None
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
     world_model_checkpoint: str | None = None
     """run folder or checkpoint of train_world_model.py, in place of that part of the warm-up"""
-    warmup_games: int = 256
-    """meetings of rule-based players played side by side for the warm-up, each of four episodes or more"""
-    warmup_epochs: int = 8
-    """times that the warm-up of goals and models of others goes through them"""
-    warmup_updates: int = 1_200
-    """gradient steps of the world model in the warm-up"""
-    mix: tuple[str, ...] = ("ns", "nh")
-    """rule-based players of the warm-up"""
-    rehearse: bool = True
-    """go on learning from the games of the warm-up beside the real ones, so that they are not forgotten"""
     hidden_size: int = 64
     """units in the hidden layers"""
     vae_size: int = 128
     """units in the hidden layers of the goal prior"""
     learning_rate: float = 2.5e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
-    moa_learning_rate: float = 2e-3
-    """step size of Adam for the models of others and the inference of goals; the latter's falls to a tenth over the run,
-    the former's to 0 with the fourth root of what is left of it"""
-    moa_epochs: int = 2
-    """times that the models of others go through the steps just played"""
-    moa_minibatches: int = 12
-    """further steps of the models alone for each update, on minibatches from the buffer"""
-    moa_minibatch_size: int = 512
-    """samples of such a minibatch, for each model"""
-    inference_weight: float = 0.05
-    """weight of the goal inference's own loss beside that of the predicted actions"""
+    moa_learning_rate: float = 3e-3
+    """step size of Adam for the models of others; it falls to 0 with the square root of what is left of the
+    run"""
+    moa_minibatches: int = 16
+    """steps of the models of others for each update, each on stretches drawn from the replay and from
+    imagined games"""
     gamma: float = 0.99
     """discount of later rewards"""
     gae_lambda: float = 0.95
     """lambda of the generalised advantage estimate"""
     num_minibatches: int = 6
-    """pieces into which the imagined steps of an update are cut"""
+    """pieces into which the steps of an update are cut"""
     update_epochs: int = 4
-    """times that an update goes through its data"""
-    prize_floor: float | None = 0.5
-    """divide each advantage by what the player expects then and this on top: prizes count by how they compare, not by
-    their size; None leaves them as they are"""
-    norm_adv: bool = True
-    """normalise the advantages of each minibatch, for each learner on its own"""
+    """times that an update of policy and value goes through its steps"""
     clip_coef: float = 0.2
     """how far the ratio of new to old probability may move before the policy loss is flat"""
-    clip_vloss: bool = False
-    """clip the change of the value as well, by clip_coef in units of the scaled reward"""
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
-    soft_coef: float = 0.05
-    """at the start, what a player earns on top for each nat of its policy's entropy, in every imagined step in
-    which others are there, strangers apart"""
-    soft_until: float = 0.4
-    """share of the run over which soft_coef falls to 0"""
     vf_coef: float = 0.5
     """weight of the value loss"""
-    search_coef: float = 1.0
-    """weight of learning the search's result"""
     reward_scale: float = 0.2
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
     max_grad_norm: float = 0.5
     """gradients of a player longer than this are shortened to it"""
-    target_kl: float | None = None
-    """a player whose policy moved further than this in an update sits out the rest of it"""
-    compare_episodes: int = 200
-    """episodes played with search and as many without, after 1, 2, 4, 8, ... updates: what search is worth; 0 for none"""
     eval_episodes: int = 4_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
-    moa_decisions: int = 2_000
-    """decisions of HOP+ players on which the models of others are scored at the end, each searched 16 times"""
-    thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
-    """mean returns whose first reaching is timed, by the mean of the last 500 episodes"""
     picture_every: float = 60.0
     """seconds between two pictures of an episode"""
-    episodes: int = 20
+    meeting_episodes: int = 20
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
-    repeats: int = 500
-    """--mode adapt: meetings of each line-up"""
+    meetings: int = 500
+    """--mode adapt: meetings in each seat"""
     adapt_moa: bool = False
     """--mode adapt: the models of others go on learning, too"""
 
 
-# ======================================================================================== game
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon", "num_simulations",
+              "num_trees", "warmup_meetings", "warmup_epochs", "hidden_size", "vae_size", "moa_minibatches",
+              "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
+RANGES = ((1, math.inf, AT_LEAST_1),
+          (0, 1, ("strangers", "gamma", "gae_lambda")),
+          (1e-6, math.inf, ("prize_floor", "reward_scale", "max_grad_norm")),
+          (0, 1e6, ("beta", "imagined_per_real", "learning_rate", "moa_learning_rate", "clip_coef", "ent_coef", "vf_coef",
+                    "eval_episodes", "eval_policy_episodes")),
+          (0, math.inf, ("picture_every",)))
+OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size", "warmup_meetings",
+               "warmup_epochs", "warmup_players", "vae_checkpoint", "world_model_checkpoint", "learning_rate", "gae_lambda",
+               "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "eval_episodes",
+               "eval_policy_episodes", "picture_every", "resume")
+
+
+def ignored_flags(args):
+    """Which flags mean nothing when: (what was chosen, whether it was, the flags that are then ignored)."""
+    return (
+        ("--mode train", args.mode == "train", ("checkpoint", "meeting_episodes", "meetings", "adapt_moa")),
+        ("--mode adapt", args.mode == "adapt", OF_TRAINING),
+        ("--mode watch", args.mode == "watch", OF_TRAINING + ("meeting_episodes", "meetings", "adapt_moa", "num_envs")),
+        ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
+         ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
+        ("--search none", args.search == "none", ("num_simulations", "num_trees", "beta", "eval_episodes")),
+        ("--search none --imagined-per-real 0", args.search == "none" and args.imagined_per_real == 0,
+         ("search_model", "world_model_checkpoint")),
+        ("--search-model rules", args.search_model == "rules", ("world_model_checkpoint",)),
+        ("--imagined-per-real 0", args.imagined_per_real == 0, ("strangers",)),
+        ("--imagined-per-real 0, for all real steps are searched", args.imagined_per_real == 0 and args.search != "none",
+         ("clip_coef",)),
+        ("--goals zero", args.goals == "zero", ("selector", "horizon")),
+        ("--vae-checkpoint", args.vae_checkpoint is not None, ("warmup_epochs",)),
+    )
+
+
+def check_flags(args):
+    """Refuses flags that make no sense, alone or together."""
+    check_ranges(args, RANGES)
+    refuse_ignored(args, ignored_flags(args))
+    seats = " ".join(args.players)
+    if "hop" not in args.players:
+        raise Refused(f"--players {seats}: nobody is a HOP+ player; write hop in at least one seat")
+    if len(args.players) < 2:
+        raise Refused(f"--players {seats}: HOP+ models others, so there must be two players or more")
+    if args.mode == "adapt" and args.players.count("hop") != 1:
+        raise Refused(f"--players {seats}: --mode adapt takes one hop among others, here are {args.players.count('hop')}")
+    if args.mode != "train" and not args.checkpoint:
+        raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
+    if args.num_simulations % args.num_trees:
+        raise Refused(f"--num-simulations {args.num_simulations} must be divisible by --num-trees {args.num_trees}")
+    for name in args.warmup_players:
+        if player_rule(name) is None:
+            raise Refused(f"--warmup-players {name!r} is not known; there are {PLAYER_NAMES}")
+    if args.buffer_size < args.num_envs * args.num_steps:
+        raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between "
+                      f"two updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
+    if args.search_model == "learned" and args.dynamic_final_time:
+        raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee the deadline")
+
+
+# ======================================================================================= state
 
 
 class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
+
+def flag(name):
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args, ranges):
+    """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
+    for low, high, names in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+                raise Refused(f"{flag(name)} {value} must {bounds}")
+
+
+def refuse_ignored(args, ignored):
+    """Refuses flags without effect; ignored are rows of (a choice, whether it is made, flags it ignores)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for choice, made, names in ignored:
+        for name in names:
+            value = getattr(args, name)
+            if made and value != defaults[name]:
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+class Saved:
+    """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
+
+    saved = ()
+
+    def state_dict(self):
+        """The state by name, for a checkpoint."""
+        state = {}
+        for name in self.saved:
+            part = getattr(self, name)
+            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+            state[name] = get() if get else part
+        return state
+
+    def load_state_dict(self, state):
+        """Goes on from a state, or from a part of one."""
+        for name, value in state.items():
+            part = getattr(self, name)
+            if isinstance(part, torch.Generator):
+                part.set_state(value.cpu())
+            elif hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def seeded(seed, what, device="cpu"):
+    """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed} {what}").getrandbits(63))
+
+
+# ==================================================================================== training
+
+
+class Run(Saved):
+    """All that a run is made of. What `saved` names is in its checkpoints, so that it goes on as if never
+    stopped."""
+
+    saved = ("networks", "optimizer", "others_optimizer", "generator", "table", "replay", "imagination", "returns",
+             "thresholds", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations", "imagined_steps",
+             "best", "largest_fall", "curve", "fresh")
+
+    def __init__(self, args, checkpoint=None):
+        """Makes the players and warms them up; a run that is resumed has had its warm-up."""
+        self.timesteps = self.warmup_steps = 0  # real steps of self-play, and before it
+        self.seconds = self.warmup_seconds = 0.0  # from the start of the script
+        self.simulations = self.imagined_steps = 0
+        self.best = self.largest_fall = 0.0  # of the running mean of returns; the fall in the last quarter of the run
+        self.curve, self.fresh = [], {}  # fresh: scores of the last update, on steps before they were learned from
+        self.table = Table(args, args.num_envs, args.seed)
+        self.networks, record, self.world = self.table.networks, None, None
+        if checkpoint is None:
+            record = record_meetings(args)
+            self.warmup_steps += record["over"].numel()
+            warm_up_goals(args, self.table, record)
+        if args.search_model == "learned":
+            if checkpoint is None:
+                self.world, steps = warm_up_world(args)
+                self.warmup_steps += steps
+            else:
+                self.world = make_world_model(checkpoint["world_model"], f"--resume {args.resume}", args.device)
+            self.table.model = self.world.tabulate(args.height, args.width, len(args.players))
+        self.replay = Replay(args, self.table, record)
+        self.imagination = Imagination(args, self.table, self.replay) if args.imagined_per_real else None
+        adam = lambda part, rate: torch.optim.Adam(part.parameters(), lr=rate, eps=1e-5, fused=True)
+        self.optimizer = adam(self.networks.policy, args.learning_rate)
+        self.others_optimizer = adam(self.networks.others, args.moa_learning_rate)
+        self.generator = seeded(args.seed, "learning", args.device)
+        self.returns = Returns(args.num_envs, len(args.players), args.device)
+        self.thresholds = Thresholds((2.5, 2.7, 2.8, 2.85))
+        if checkpoint is not None:
+            self.load_state_dict(checkpoint["run"])
+
+    @property
+    def true_steps(self):
+        """All true-game steps from which something was learned."""
+        return self.warmup_steps + self.timesteps
+
+    def save(self, args, folder):
+        players = {"config": dataclasses.asdict(args), "networks": {name: getattr(self.networks, name).state_dict() for name in ("policy", "others")}}
+        players |= {"world_model": self.world.state_dict()} if self.world else {}
+        save_checkpoint(folder, players, "players.pt")  # what is needed to play, and no more
+        save_checkpoint(folder, {**players, "run": self.state_dict()})
+
+
+def main(args):
+    args = resolve_flags(args)
+    check_flags(args)
+    prepare_torch(args)
+    return {"train": train, "adapt": adapt, "watch": watch}[args.mode](args)
+
+
+def train(args):
+    checkpoint = None
+    if args.resume:
+        checkpoint = load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}", args.device)
+    run = Run(args, checkpoint)
+    table = run.table
+    folder = open_run(args)
+    log = Log(args, folder, run)
+    saved = time.perf_counter()
+    with Interrupt() as interrupt:
+        while run.timesteps < args.total_timesteps and not interrupt.wanted:
+            left = 1 - run.timesteps / args.total_timesteps  # the share of the run that is still to come
+            run.optimizer.param_groups[0]["lr"] = args.learning_rate * left
+            run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * math.sqrt(left)
+
+            real = play_steps(table, run.returns, args.num_steps, args.search)
+            run.timesteps += args.num_steps * args.num_envs
+            log.clock("real_games")
+            run.replay.add(real)
+            scores = score_models(table, real)
+            log.clock("scores")
+            dream = run.imagination.play(real, args.num_steps) if run.imagination else None
+            log.clock("imagination")
+            losses = learn_others(args, run.networks, run.replay, dream, run.others_optimizer, run.generator)
+            log.clock("others")
+            losses |= learn_policy(args, run.networks.policy, join(real, dream), run.optimizer, args.ent_coef * left,
+                                   run.generator)
+            log.clock("policy")
+
+            log.update(real, dream, scores, losses)
+            last = run.timesteps >= args.total_timesteps or interrupt.wanted
+            if last or time.perf_counter() - log.pictured > args.picture_every:
+                log.picture()
+            if last or time.perf_counter() - saved > args.save_every:
+                run.save(args, folder)
+                saved = time.perf_counter()
+    finished = run.timesteps >= args.total_timesteps
+    if finished:
+        report(args, folder, run, log)
+    else:
+        log.bar.close()
+        print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
+    log.writer.close()
+    return 0 if finished else 130
+
+
+class Log:
+    """What a run shows while it learns: the moving line, TensorBoard, pictures, and the curves for the
+    results."""
+
+    def __init__(self, args, folder, run):
+        self.args, self.folder, self.run = args, folder, run
+        self.writer = open_writer(folder, args, run.timesteps)
+        self.bar = tqdm(total=args.total_timesteps, initial=run.timesteps, unit=" steps", unit_scale=True,
+                        dynamic_ncols=True, mininterval=0.5, desc="training")
+        self.seconds_before = run.seconds
+        self.begun, self.begun_at = time.perf_counter(), run.timesteps
+        self.pictured = self.ticked = self.begun
+        self.spent = {}
+        run.warmup_seconds = run.warmup_seconds or self.begun - START
+
+    def clock(self, part):
+        """Notes the time since the last call as spent on a part of the update."""
+        now = time.perf_counter()
+        self.spent[part], self.ticked = now - self.ticked, now
+        self.run.seconds = self.seconds_before + now - START
+
+    def add(self, tag, value):
+        self.writer.add_scalar(tag, value, self.run.timesteps)
+
+    def speed(self):
+        return (self.run.timesteps - self.begun_at) / (time.perf_counter() - self.begun)
+
+    def update(self, real, dream, scores, losses):
+        """Takes in an update. losses and scores hold tensors of [L] or [P]; a player's line is the mean over
+        its own."""
+        args, run, table, returns = self.args, self.run, self.run.table, self.run.returns
+        now = {"seconds": round(run.seconds, 2), "true_steps": run.true_steps}
+        run.thresholds.check(returns.last, table.hop_seats, **now)
+        mean = returns.last[:, table.hop_seats].mean().item() if len(returns.last) == 500 else None
+        run.curve.append({"timesteps": run.timesteps, **now, "return": mean})
+        run.best = max(run.best, mean or 0.0)
+        if run.timesteps > 0.75 * args.total_timesteps and mean is not None and run.best > 0:
+            run.largest_fall = max(run.largest_fall, 1 - mean / run.best)
+        if dream is not None:
+            run.imagined_steps += dream["policy"]["actions"].numel()
+        if len(returns.last):
+            for name, value in zip(table.names, returns.last.mean(0).tolist()):
+                self.add(f"charts/episodic_return/{name}", value)
+        run.fresh = {tag: value.nanmean().item() for tag, value in {**losses, **scores}.items()
+                     if tag.endswith(("explained_variance", "belief_accuracy"))}
+        for tag, value in {**losses, **scores}.items():
+            for hop, seat in enumerate(table.hop_seats):
+                self.add(f"{tag}/{table.names[seat]}", value.unflatten(0, (len(table.hop_seats), -1))[hop].nanmean())
+        if "search" in real:
+            for key, value in real["search"].items():
+                self.add(f"mcts/{key}", value)
+            simulations = int(real["decisions"]) * args.num_simulations
+            run.simulations += simulations
+            self.add("mcts/simulations_per_second", simulations / self.spent["real_games"])
+        if args.search_model == "learned":
+            self.add("world_model/exact", model_exactness(table, real))
+        for part, spent in self.spent.items():
+            self.add(f"time/{part}", spent)
+        self.add("charts/SPS", self.speed())
+        self.bar.update(run.timesteps - self.bar.n)
+        returns.show(self.bar)
+        self.clock("logging")
+
+    def picture(self):
+        self.pictured, steps = time.perf_counter(), self.run.timesteps
+        add_gif(self.writer, "episode", record_game(self.args, self.run.table, self.args.seed + steps), steps,
+                os.path.join(self.folder, "pictures", f"episode_{steps}.gif"))
+        self.clock("picture")
+
+
+def report(args, folder, run, log):
+    """Evaluates the trained players, prints the tables and writes results.json."""
+    log.bar.close()
+    table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
+    results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
+               "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2), "sps": round(log.speed()),
+               "fresh": run.fresh, "evaluation": {}, "thresholds": run.thresholds.reached, "simulations": run.simulations,
+               "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
+               "curve": run.curve}
+    rows = [["evaluation", *table.names, "HOP+ mean", "episodes"]]
+    modes = [("searched", args.eval_episodes, args.search)] if args.search != "none" else []
+    for mode, episodes, search in modes + [("policy", args.eval_policy_episodes, "none")]:
+        if episodes:
+            played, steps = evaluate(args, table, episodes, search, args.seed + 1_000_000)
+            measured += steps
+            names = [f"{name} {strength}" for name, strength in zip(args.players, args.strengths or [1] * len(args.players))]
+            summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, names)
+            rows.append([mode, *(f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"]),
+                         summary["episodes"]])
+            log.add(f"evaluation/{mode}", summary["mean"])
+    if len(rows) > 1:
+        print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
+    run.thresholds.print()
+    results["moa"], steps = report_models(args, table)
+    measured += steps
+    if args.search_model == "learned":
+        results["world_model"], steps = score_world(args, table.model)
+        measured += steps
+        print("\nworld model, on fresh mixed games: " + ", ".join(
+            f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
+    results["evaluation_steps"] = measured
+    save_json(os.path.join(folder, "results.json"), results)
+    print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} imagined, "
+          f"{run.simulations} simulations) in {run.seconds:.0f} s, of which {run.warmup_seconds:.0f} s to warm up; "
+          f"{measured} more to measure. Everything is in {folder}")
+
+
+# ===================================================================================== warm-up
+
+WARMUP_RATE = 4e-3  # step size of Adam at the start of both parts of the warm-up
+INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
+HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
+PRIOR_WEIGHT = 1e-3  # of the goal prior's distance to the standard normal, in the warm-up
+
+
+@torch.no_grad()
+def record_meetings(args):
+    """Plays meetings of the --warmup-players, the data of the warm-up. -> dict of [.., T, B]
+
+    The same players meet for the whole record of four episodes or more; in half of the meetings all are of
+    one kind, else each is drawn for itself. """
+    game = make_game(args, args.warmup_meetings, args.seed + 7)
+    generator = seeded(args.seed, "meetings", args.device)
+    rules = torch.tensor([player_rule(name) for name in args.warmup_players], dtype=torch.float64, device=args.device)
+    kind = torch.randint(len(rules), (game.num_envs, game.num_players), generator=generator, device=args.device)
+    alike = torch.arange(game.num_envs, device=args.device)[:, None] % 2 == 0
+    rule = rules[torch.where(alike, kind[:, :1], kind)].float()
+    never, steps = torch.zeros(game.num_envs, dtype=torch.bool, device=args.device), []
+    for _ in range(4 * max(args.final_time, 36)):
+        state = game.state()
+        out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
+        steps.append({**state, "actions": out["action"].T, "present": out["present"].T, "over": out["over"],
+                      "ends": out["ended"].T})
+        game.reset(out["over"])
+    return {key: torch.stack([step[key] for step in steps], -2) for key in steps[0]}
+
+
+def warm_up_goals(args, table, record):
+    """Trains the goal prior and one model of others on the record; both stay as they are from then on, and
+    each player's own models begin as copies of the latter."""
+    networks, prior, known = table.networks, table.networks.prior, table.networks.known
+    if args.vae_checkpoint:
+        load_goals(args.vae_checkpoint, f"--vae-checkpoint {args.vae_checkpoint}", args, prior, known)
+    else:
+        optimizer = torch.optim.Adam([*prior.parameters(), *known.parameters()], lr=WARMUP_RATE, eps=1e-5, fused=True)
+        generator = seeded(args.seed, "warm-up", args.device)
+        # a player is a row of its own here: [1, T, B * N, ...]
+        row = lambda part: part.movedim(0, 2).flatten(1, 2)[None]
+        x = look_back(table.views, record)  # [N, T, B, K]
+        goal_step = row(last_steps(record["ends"], args.horizon))
+        x, action, seen = row(x), row(record["actions"]).long(), row(record["present"])
+        pieces = [piece for _ in range(args.warmup_epochs) for piece in
+                  torch.randperm(x.shape[2], generator=generator, device=x.device).split(16)]
+        for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
+            optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
+            lesson = {"x": x[:, :, piece], "action": action[:, :, piece], "seen": seen[:, :, piece],
+                      "weight": seen[:, :, piece], "memory": known.start(len(piece))}
+            mean, logvar = prior(lesson["x"].flatten(1, 2))
+            distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
+            lesson |= pick_goals(mean, logvar, goal_step[:, :, piece])
+            loss = others_loss(known, lesson, generator)["loss"]
+            loss = loss + PRIOR_WEIGHT * masked_mean(distance, lesson["weight"].flatten(1))
+            optimizer.zero_grad()
+            loss.sum().backward()
+            clip_gradients(prior, args.max_grad_norm)
+            clip_gradients(known, args.max_grad_norm)
+            optimizer.step()
+    networks.prior.requires_grad_(False)
+    networks.known.requires_grad_(False)
+    networks.others.load_state_dict({name: value.expand_as(networks.others.state_dict()[name])
+                                     for name, value in known.state_dict().items()})
+
+
+def load_goals(path, asked, args, prior, known):
+    """Loads goal prior and model of others from a run or checkpoint of pretrain_vae.py. -> the checkpoint"""
+    path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+    saved = load_checkpoint(path, asked, args.device)
+    if "prior" not in saved:
+        raise Refused(f"{asked}: {path} holds no goals, it was written by {saved['script']}")
+    fitting = {"num_players": known.views.num_players}
+    for name in ("height", "width", "goal_dim", "hypotheses", "hidden_size", "vae_size"):
+        fitting[name] = getattr(args, name)
+    for name, value in fitting.items():
+        if value != saved["config"][name]:
+            raise Refused(f"{flag(name)} {value} does not fit {asked}, which has {saved['config'][name]}")
+    prior.load_state_dict(saved["prior"])
+    known.load_state_dict(saved["known"])
+    return saved
+
+
+def last_steps(ends, horizon):
+    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T,
+    B]."""
+    steps = ends.shape[-2]
+    last, end = torch.empty(ends.shape, dtype=torch.int64, device=ends.device), steps - 1
+    for t in reversed(range(steps)):
+        end = torch.where(ends[..., t, :], t, end)
+        last[..., t, :] = end.clamp(max=t + horizon - 1)
+    return last
+
+
+def pick_goals(mean, logvar, goal_step):
+    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T,
+    B]."""
+    index = goal_step[..., None].expand(*goal_step.shape, mean.shape[-1])
+    mean, logvar = (part.unflatten(1, goal_step.shape[1:]).gather(1, index) for part in (mean, logvar))
+    return {"goal_mean": mean, "goal_logvar": logvar}
+
+
+def load_world_model(path, asked, device="cpu"):
+    """The model of a checkpoint of train_world_model.py, or of a run's folder. -> model, checkpoint"""
+    path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+    checkpoint = load_checkpoint(path, asked, device)
+    if "world_model" not in checkpoint:
+        raise Refused(f"{asked} holds no world model, it was written by {checkpoint['script']}")
+    return make_world_model(checkpoint["world_model"], asked, device), checkpoint
+
+
+def make_world_model(weights, asked, device="cpu"):
+    """The model whose weights were saved, in a file that `asked` names."""
+    try:
+        model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
+        model.load_state_dict(weights)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        reason = type(error).__name__
+        raise Refused(f"{asked}: its world model does not fit this script ({reason})") from error
+    return model.to(device)
+
+
+WORLD_STEPS, WORLD_UPDATES = 10_000, 400  # true-game steps, and gradient steps, from which the warm-up learns the world
+WORLD_RATE = 1e-2  # step size of Adam at the start
+WORLD_SHRINK = 0.06  # pull on the first weights towards 0, as a share of it
+
+
+def warm_up_world(args):
+    """Learns the world model of this board from mixed games. -> WorldModel, true-game steps played for it"""
+    if args.world_model_checkpoint:
+        asked = f"--world-model-checkpoint {args.world_model_checkpoint}"
+        return load_world_model(args.world_model_checkpoint, asked, args.device)[0], 0
+    rows = collect(board_of(args), WORLD_STEPS, args.seed, args.device, gathered=0.8)
+    torch.manual_seed(args.seed)
+    model = WorldModel(args.hidden_size, common_rewards(rows["reward"]), others_pay(rows)).to(args.device)
+    optimizer = torch.optim.Adam(model.parameters(), fused=True)
+    generator = seeded(args.seed, "world model", args.device)
+    for number in tqdm(range(WORLD_UPDATES), desc="warming up: world model", leave=False, dynamic_ncols=True):
+        rate = optimizer.param_groups[0]["lr"] = WORLD_RATE * 0.5 * (1 + math.cos(math.pi * number / WORLD_UPDATES))
+        terms = model.loss(pick(rows, torch.randint(rows_of(rows), (1024,), generator=generator, device=args.device)))
+        optimizer.zero_grad()
+        sum(term.sum() for term in terms.values()).backward()
+        optimizer.step()
+        model.shrink(WORLD_SHRINK * rate)
+    return model, WORLD_STEPS
+
+
+# The data are rows, each a step of a game: tensors by name, the row last; and the board's height and width.
+# The players stand in the order in which one of them, the ego, sees them:
+#   cell [N, S], board [C+1, S], clock [S], deadline [S]   where the game stood, see BatchedStagHunt
+#   actions [N, S]                what the players asked for
+#   next_cell, next_board         where the game stands then
+#   place [N, S]                  where each player went, a number of OFFSETS, or GONE
+#   reward [N, S]                 what each player got
+#   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
+#   episode [S]                   rows of one episode stand together, in order
+BY_PLAYER = ("cell", "actions", "next_cell", "place", "reward", "terminated")
+
+
+class MixedPlay:
+    """Games in which much happens, to learn a world from.
+
+    Each episode draws a rule-based player for every seat, or one for all seats, so that crowds form; a share
+    of uniform actions, legal or not; and whether its players hesitate: they then hunt only in one step of
+    five, all in the same, so that prey is caught by many hands. Half of the episodes have an earlier
+    deadline. Players that have left go on asking for something, which means nothing.
+
+    A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey, half of
+    the other prey gone, and a few steps before the deadline: in plain play hardly any mixture of actions on
+    one cell is met, and what is never met is what a model gets wrong.
+    """
+
+    def __init__(self, board, num_envs, seed, device, gathered):
+        self.game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
+        self.num_envs, self.device, self.gathered = num_envs, device, gathered
+        self.generator = seeded(seed, "mixed play", device)
+        rules = [*RULES.values()][:6] + [(self.game.final_time // 2, True, 0.0, False)]
+        self.rules = torch.tensor(rules, device=device)
+        self.shares = torch.tensor([0.0, 0.1, 0.5, 1.0], device=device)
+        self.rule = torch.zeros(num_envs, self.game.num_players, 4, device=device)
+        self.share, self.hesitates = torch.zeros(num_envs, device=device), self.draw(1) > 0
+        self.begin(self.draw(1) == 0)
+
+    def draw(self, most, *shape):
+        """Whole numbers from 0 to most - 1: [B, ...]."""
+        shape = (self.num_envs, *shape)
+        return torch.randint(most, shape, generator=self.generator, device=self.device)
+
+    def chance(self, *shape):
+        """Numbers from 0 to 1."""
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def begin(self, new):
+        """Begins new episodes where `new` [B] says so."""
+        game = self.game
+        game.reset(new)
+        kind = self.draw(len(self.rules), game.num_players)
+        kind = torch.where((self.draw(2) > 0)[:, None], kind, kind[:, :1])
+        self.rule = torch.where(new[:, None, None], self.rules[kind], self.rule)
+        self.share = torch.where(new, self.shares[self.draw(4)], self.share)
+        self.hesitates = torch.where(new, self.draw(2) > 0, self.hesitates)
+        deadline = torch.where(self.draw(2) > 0, 1 + self.draw(game.final_time), game.final_time)
+        gathers = new & (self.chance(self.num_envs) < self.gathered)
+        deadline = torch.where(gathers, 1 + self.draw(3), deadline)
+        game.deadline = torch.where(new, deadline, game.deadline)
+
+        ground = game.board[:-1]
+        fits = (ground >= STAG_BIT) | (ground > 0) & (self.draw(4) == 0)
+        spot = (fits * self.chance(*ground.shape)).argmax(0)
+        joins = gathers & (self.draw(6, game.num_players).T > 0)
+        game.cell = torch.where(joins, spot, game.cell)
+        thinned = gathers & (self.chance(*game.board.shape) < 0.5)
+        thinned = thinned.scatter(0, spot[None], False)
+        game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
+
+    def act(self):
+        """What all players ask for: [B, N]."""
+        game = self.game
+        nobody = torch.zeros_like(self.hesitates)
+        actions = sample_actions(rule_probabilities(game, self.rule, nobody), self.generator)
+        waits = (self.hesitates & (self.draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
+        actions = torch.where(waits, STAY, actions)
+        uniform = self.chance(*actions.shape) < self.share[:, None]
+        uniform |= game.cell.T == game.cells
+        return torch.where(uniform, self.draw(NUM_ACTIONS, game.num_players), actions)
+
+
+@torch.no_grad()
+def collect(board, num_rows, seed, device="cpu", gathered=0.0):
+    """Rows of mixed play on a board. The ego, drawn for each episode, is there in all of them: where it has
+    left, the next episode begins."""
+    play = MixedPlay(board, max(1, min(512, num_rows // 50)), seed, device, gathered)
+    n, steps, count = board["num_players"], [], 0
+    episode, ego = torch.arange(play.num_envs, device=device), play.draw(n)
+    while count < num_rows:
+        order = (ego + torch.arange(n, device=device)[:, None]) % n
+        row = record_step(play.game, play.act())
+        row.update({name: row[name].gather(0, order) for name in BY_PLAYER})
+        steps.append({**row, "episode": episode})
+        count += play.num_envs
+        new = row["terminated"][0]
+        play.begin(new)
+        episode, ego = episode + new * play.num_envs, torch.where(new, play.draw(n), ego)
+    rows = {name: torch.stack([step[name] for step in steps], -1).flatten(-2) for name in steps[0]}
+    return {**pick(rows, slice(0, num_rows)), "height": board["height"], "width": board["width"]}
+
+
+def record_step(game, actions):
+    """Plays one joint move [B, N] and does not reset. -> the rows of it, players in order of their seats"""
+    before = game.state()
+    out = game.advance(actions)
+    return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
+            "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
+            "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+            "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
+
+
+def place_of(cell, next_cell, width, cells):
+    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [...]."""
+    down, right = next_cell // width - cell // width, next_cell % width - cell % width
+    place = torch.where((down.abs() <= 1) & (right.abs() <= 1), down * 3 + right + 4, GONE + 1)
+    return torch.where(next_cell == cells, GONE, place)
+
+
+def pick(rows, which):
+    """Some of the rows: a slice, or their numbers."""
+    return {name: part[..., which] if isinstance(part, torch.Tensor) else part for name, part in rows.items()}
+
+
+def rows_of(rows):
+    return len(rows["clock"])
+
+
+def others_pay(rows):
+    """Whether what a player gets depends on more than its token: then those on other cells pay, too."""
+    egos = len(rows["reward"])
+    present = (rows["cell"] < len(rows["board"]) - 1)[:egos]
+    token, reward = tokens(rows["cell"], rows["board"], rows["actions"])[:egos], rows["reward"][present]
+    kinds, which = token[present].unique(return_inverse=True)
+    low, high = (torch.zeros(len(kinds)).to(reward).scatter_reduce(0, which, reward, how, include_self=False)
+                 for how in ("amin", "amax"))
+    return bool((high - low).max() > 1e-3)
+
+
+def common_rewards(reward, most=256):
+    """The rewards that occur most often, to the fourth digit, and 0: a list of numbers."""
+    values, counts = reward.double().mul(1e4).round().unique(return_counts=True)
+    values = values[counts.argsort(descending=True, stable=True)[:most]] / 1e4
+    return sorted({0.0, *values.tolist()} | ({1.0} if len(values) < 2 else set()))
+
+
+# ======================================================================================== play
+
+
+class Table(Saved):
+    """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
+
+    The memory [P, B, H] holds how likely each of the inference's hypotheses, ways to play that it has
+    learned, makes all that was seen of a player, slowly forgetting; it goes on from episode to episode. A
+    belief is read from it and the player's present view: mean and log-variance of that player's goal. A
+    player that has left sees nothing until the next episode, and of a player that has left nothing is seen.
+    """
+
+    saved = ("game", "lineup", "memory", "generator")
+
+    def __init__(self, args, num_envs, seed, networks=None, model=None, episodes=1):
+        self.args, self.names = args, [f"player_{seat + 1}" for seat in range(len(args.players))]
+        self.hop_seats = [seat for seat, name in enumerate(args.players) if name == "hop"]
+        self.trained_seats = [seat for seat, name in enumerate(args.players) if ".pt:" in name]
+        self.game = make_game(args, num_envs, seed)
+        own = set(self.hop_seats + self.trained_seats)
+        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(args.players)], self.game, seed, episodes)
+        n = len(args.players)
+        self.views = Views(args.height, args.width, n, args.final_time, args.device)
+        self.seats = torch.tensor(self.hop_seats, device=args.device)
+        self.order = (self.seats[:, None] + torch.arange(n, device=args.device)) % n  # [L, N], each player first for itself
+        self.readers = self.seats.repeat_interleave(n - 1)  # [P] the seat that models
+        self.pairs = self.order[:, 1:].flatten()  # [P] the seat that is modelled
+        self.networks = networks or Networks(args, self.views, len(self.hop_seats)).to(args.device)
+        self.model = model or Rules(make_game(args, 1, 0))
+        self.trained = None
+        if self.trained_seats:
+            self.trained = load_policies([args.players[seat] for seat in self.trained_seats], self.views).to(args.device)
+        self.generator = seeded(seed, "table", args.device)
+        self.memory = self.networks.others.start(num_envs).detach().clone()
+
+    @torch.no_grad()
+    def look(self):
+        """What the HOP+ players make of what they see now: a dict of what is listed at its end."""
+        others, x = self.networks.others, self.views.look(self.game.state())
+        _, hidden, table = others.look(x[self.pairs])
+        mean, logvar = others.read(self.memory, hidden)
+        told = self.told(mean)
+        policy, value = self.networks.policy(x[self.seats], told)
+        return {"x": x,  # [N, B, K]
+                "mean": mean, "logvar": logvar,  # [P, B, G]
+                "table": table,  # [7, P, B, H]
+                "told": told, "policy": policy, "value": value}  # [L, B, ..]
+
+    @torch.no_grad()
+    def act(self, search, greedy=False):
+        """One joint move of all players: what `look` gives, and what is listed at the end."""
+        seen = self.look()
+        improved, found = seen["policy"], None
+        if search != "none":
+            improved, found = self.plan(seen, search)
+        action = improved.argmax(-1) if greedy else sample_actions(improved.exp(), self.generator)
+        actions = self.lineup.act(self.game)
+        true_probs = self.lineup.probabilities(self.game).transpose(0, 1).clone()  # of those for which they are known
+        if self.trained is not None:
+            log_probs, _ = self.trained(seen["x"][self.trained_seats])
+            true_probs[self.trained_seats] = log_probs.exp()
+            actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
+        true_probs[self.seats], actions[:, self.seats] = improved.exp(), action.T
+        return {**seen, "actions": actions,  # [B, N]
+                "true_probs": true_probs,  # [N, B, 7]
+                "improved": improved, "search": found}  # [L, B, 7]; what the search found, if there was one
+
+    def known(self):
+        """Which players' action probabilities are known [N]: all but those from files."""
+        known = self.lineup.known.clone()
+        known[self.hop_seats + self.trained_seats] = True
+        return known
+
+    def told(self, mean):
+        """What the policies are told of the others' goals: [P, B, G] -> [L, B, (N-1) * G]."""
+        return mean.unflatten(0, (len(self.hop_seats), -1)).transpose(1, 2).flatten(2)
+
+    def plan(self, seen, search_mode):
+        """Searches the positions of the players that are there. -> log of the improved policies [L, B, 7],
+        what was found"""
+        args, trees, policy, value = self.args, self.args.num_trees, seen["policy"], seen["value"][..., None]
+        present = (self.game.cell < self.game.cells)[self.seats]  # [L, B]
+        most = max(int(present.sum(1).max()), 1)
+        columns = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # those that are there come first
+        spread = columns.repeat_interleave(trees, 1)  # [L, M * trees]
+        length, others = len(columns), len(self.names) - 1
+        pick = lambda part: part.gather(1, spread[..., None].expand(-1, -1, part.shape[-1]))
+        mean, logvar = (torch.stack([pick(part) for part in each.unflatten(0, (length, others)).unbind(1)], 1).flatten(0, 1)
+                        for each in (seen["mean"], seen["logvar"]))  # [P, M * trees, G]
+        searcher = Searcher(self.networks, self.views, pick(seen["told"]), draw_goals(mean, logvar, self.generator))
+        state = ego_first(self.game.state(), self.order, spread)
+        visits, totals, depth = search(self.model, searcher, state, args.num_simulations // trees, args, self.generator,
+                                       1 if search_mode == "one-step" else 64)
+        visits, totals = (part.unflatten(0, (length, most, trees)).sum(2) for part in (visits, totals))
+        here = lambda part: part.gather(1, columns[..., None].expand(-1, -1, part.shape[-1]))
+        before, beta = here(policy), sharpness(args, here(value))
+        better, completed = improved_policy(before, totals / visits.clamp(min=1), visits, here(value), beta)
+        there = present.gather(1, columns)
+        index = columns[..., None].expand(-1, -1, NUM_ACTIONS)
+        improved = policy.scatter(1, index, torch.where(there[..., None], better, before))
+        full = torch.zeros_like(policy)
+        return improved, {
+            "gain": ((better.exp() - before.exp()) * completed).sum(-1)[there].mean() / args.reward_scale,
+            "changed": (better.argmax(-1) != before.argmax(-1))[there].float().mean(), "depth": depth.mean(),
+            "decisions": there.sum(), "q": full.scatter(1, index, completed / args.reward_scale),
+            "visits": full.scatter(1, index, visits)}
+
+    @torch.no_grad()
+    def play(self, seen, restart=True):
+        """Plays the joint move of `act`; begins new episodes where one is over, unless told not to. -> what
+        advance returns, each [N, B], and over [B]; seen [P, B] tells who saw whom."""
+        out = self.game.advance(seen["actions"])
+        out = {key: part.T if part.dim() == 2 else part for key, part in out.items()}
+        out["seen"] = out["present"][self.readers] & out["present"][self.pairs]
+        self.memory = self.networks.others.remember(self.memory, seen["table"], out["action"][self.pairs].long(), out["seen"])
+        if restart:
+            self.game.reset(out["over"])
+            self.lineup.reset(out["over"])
+        return out
+
+
+def board_of(args):
+    """The flags of the game, as BatchedStagHunt takes them."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)} | {"num_players": len(args.players)}
+
+
+def make_game(args, num_envs, seed):
+    return BatchedStagHunt(num_envs, device=args.device, seed=seed, **board_of(args))
+
+
+def draw_goals(mean, logvar, generator):
+    """Goals drawn from beliefs."""
+    return mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator, device=mean.device)
+
+
+def play_steps(table, returns, num_steps, search):
+    """Plays num_steps real steps. -> dict of [.., T, B] for the replay, of [T, .., B] for policy and
+    scores"""
+    steps, args = [], table.args
+    for _ in range(num_steps):
+        state = table.game.state()
+        memory, seen = table.memory, table.act(search)
+        out = table.play(seen)
+        returns.add(out["reward"].T, out["over"])
+        steps.append({"state": state, "memory": memory, **seen, **out})
+    stack = lambda key, dim=0: torch.stack([step[key] for step in steps], dim)
+    real = {name: torch.stack([step["state"][name] for step in steps], -2) for name in STATE}
+    real |= {key: stack(key, -2) for key in ("over", "ended", "present", "seen", "left")}
+    real |= {"actions": stack("action", -2), "memories": stack("memory", 1).flatten(1, 2), "memory": steps[0]["memory"],
+             **{key: stack(key) for key in ("x", "true_probs", "mean", "logvar", "reward")}}
+    own = {key: stack(key)[:, table.seats] for key in ("x", "ended", "present")}
+    played = torch.stack([step["actions"].T[table.seats] for step in steps])
+    policy, last = stack("policy"), table.look()["value"][None]  # the value of what comes next
+    real["policy"] = {**own, "told": stack("told"), "actions": played, "values": torch.cat([stack("value"), last]),
+                      "rewards": stack("reward")[:, table.seats] * args.reward_scale, "target": stack("improved").exp(),
+                      "logprobs": policy.gather(-1, played[..., None]).squeeze(-1),
+                      "searched": torch.full_like(own["ended"], search != "none")}
+    if search != "none":
+        found = [step["search"] for step in steps]
+        real["search"] = {key: torch.stack([each[key] for each in found]).mean() for key in ("gain", "changed", "depth")}
+        real["decisions"] = sum(each["decisions"] for each in found)
+    return real
+
+# ====================================================================================== search
+
+
+class Searcher:
+    """What a search asks of the networks, for L players and M states each: [L * M] in a row.
+
+    What stays the same in all positions is computed once: the tables of the first layers, and what the goals
+    add to their outputs: of the policy what it is told of the others' goals [L, M, (N-1) * G], as in a real
+    game; of each model of others one draw of a goal [P, M, G]. """
+
+    def __init__(self, networks, views, told, goals):
+        self.policy, self.others, self.views = networks.policy, networks.others, views
+        self.length, self.many = told.shape[:2]
+        # The players that are looked at are laid out [N, L], oneself first, so the pairs [L, N-1] are turned
+        # round.
+        length, n = self.length, views.num_players
+        self.turned = torch.arange(length * (n - 1), device=goals.device).view(length, n - 1).T.flatten()
+        self.table = torch.cat([self.policy.view.table(), self.others.view.table()[self.turned]])  # [N * L, fact, hidden]
+        added = self.policy.view.bias + told @ self.policy.goals
+        self.added = torch.cat([added, (self.others.view.bias + goals @ self.others.goal)[self.turned]])  # [N * L, M, hidden]
+
+    def think(self, state):
+        """-> own log-probabilities [L * M, 7], value [L * M], the others' probabilities [L * M, N-1, 7]"""
+        length = self.length
+        x = self.views.look(state).unflatten(1, (length, self.many)).flatten(0, 1)  # [N * L, M, K]
+        first, mask = SumRows.apply(x, self.table) + self.added, self.views.mask(x)
+        log_probs, value = self.policy.decide(first[:length], mask[:length])
+        others = self.others.act(first[length:], mask[length:], self.turned).exp()
+        others = others.unflatten(0, (-1, length)).permute(1, 2, 0, 3)
+        return log_probs.flatten(0, 1), value.flatten(), others.flatten(0, 1)
+
+
+def improved_policy(log_probs, q, visits, value, beta):
+    """softmax(log-policy + beta * Q), where an action never tried counts with the value of what was tried.
+    log_probs, q, visits [.., 7]; value, beta [.., 1] -> log of the improved policy, the completed Q [.., 7]
+
+    Completed values and improved policy are those of Gumbel MuZero (Danihelka et al. 2022, eq. 10-11, app.
+    D). """
+    policy, tried = log_probs.exp(), (visits > 0).float()
+    total = visits.sum(-1, keepdim=True)
+    weighted = (policy * q * tried).sum(-1, keepdim=True) / (policy * tried).sum(-1, keepdim=True).clamp(min=1e-9)
+    mixed = torch.where(total > 0, (value + total * weighted) / (1 + total), value)
+    completed = torch.where(visits > 0, q, mixed)
+    return (log_probs + beta * completed).log_softmax(-1), completed
+
+
+def sharpness(args, value):
+    """beta for scaled rewards in positions of some value: divided by what is expected there, so that a small
+    prize is sought as keenly in a poor game as a large one in a rich game."""
+    if math.isinf(args.prize_floor):
+        return torch.full_like(value, args.beta / args.reward_scale)
+    return args.beta / (value.abs() + args.prize_floor * args.reward_scale)
+
+
+class Tree:
+    """Q trees side by side. Simulation k makes node k of each, so node k of tree t stands in row k * Q + t.
+
+    state   what the model moves, each [.., row]       prior  own log-probabilities [row, 7] value   of the
+    node [row], 0 where it is over      others the others' probabilities, summed up for drawing [row, N-1, 7]
+    reward  of the step to the node [row]              over   whether the player's game ended with it [row]
+    visits, totals  of each own action [row, 7] parent, key     the row that a node comes from, and by which
+    joint move [node, Q]: a child is found by comparing """
+
+    def __init__(self, root, simulations, num_others):
+        device, self.trees = root["clock"].device, len(root["clock"])
+        rows = (simulations + 1) * self.trees
+        self.state = {name: torch.empty(*part.shape[:-1], rows, dtype=part.dtype, device=device) for name, part in root.items()}
+        self.prior, self.others = torch.empty(rows, NUM_ACTIONS, device=device), torch.empty(rows, num_others, NUM_ACTIONS, device=device)
+        self.value, self.reward = torch.zeros(rows, device=device), torch.zeros(rows, device=device)
+        self.over = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.visits, self.totals = (torch.zeros(rows, NUM_ACTIONS, device=device) for _ in range(2))
+        self.parent, self.key = (torch.full((simulations + 1, self.trees), -1, device=device) for _ in range(2))
+        self.power = NUM_ACTIONS ** torch.arange(num_others + 1, device=device)  # own action and the others' as one number
+
+    def put(self, node, state, thought):
+        """Writes a node of each tree: its state, and what the networks think of it."""
+        rows = slice(node * self.trees, (node + 1) * self.trees)
+        for name, part in state.items():
+            self.state[name][..., rows] = part
+        self.prior[rows], self.value[rows], others = thought
+        self.others[rows] = others.cumsum(-1)
+        return rows
+
+
+@torch.no_grad()
+def search(model, searcher, state, simulations, args, generator, max_depth=64):
+    """Monte-Carlo tree search in Q trees at once, from Q states.
+
+    Own actions follow the improved policy (Danihelka et al. 2022, eq. 14). The others' moves are drawn anew
+    at each visit, so that an own action leads to several outcomes, one for each joint move met. -> visits [Q,
+    7], sums of returns [Q, 7] (scaled rewards), mean depth [Q] """
+    thought = searcher.think(state)
+    tree = Tree(state, simulations, thought[2].shape[1])
+    tree.put(0, state, thought)
+    beta = sharpness(args, tree.value[:tree.trees, None])
+    depth = torch.zeros(tree.trees, device=state["clock"].device)
+    for node in range(1, simulations + 1):
+        path, row, moves = descend(tree, node, beta, max_depth, generator)
+        expand(tree, node, row, moves, model, searcher, args.reward_scale)
+        backup(tree, node, path, args.gamma)
+        depth += sum(going for _, _, going in path)
+    return tree.visits[:tree.trees], tree.totals[:tree.trees], depth / simulations
+
+
+def descend(tree, node, beta, max_depth, generator):
+    """Walks down each tree, until a joint move leads to no node yet, or to one that is over.
+
+    -> path: for each level the rows [Q], own actions [Q] and which trees came so far [Q]; the row of the last
+    node of each path [Q]; the joint move from there [Q, N], one's own first """
+    device = beta.device
+    row = torch.arange(tree.trees, device=device)
+    last_row, last_moves = row, torch.zeros(tree.trees, len(tree.power), dtype=torch.int64, device=device)
+    going, path = torch.ones(tree.trees, dtype=torch.bool, device=device), []
+    for _ in range(min(node, max_depth)):
+        visits, totals, prior, value, others = (part.index_select(0, row) for part in (
+            tree.visits, tree.totals, tree.prior, tree.value, tree.others))
+        improved, _ = improved_policy(prior, totals / visits.clamp(min=1), visits, value[:, None], beta)
+        lacking = improved.exp() - visits / (1 + visits.sum(-1, keepdim=True))
+        action = lacking.masked_fill(prior < -1e7, -torch.inf).argmax(-1)  # legal ones only
+        number = torch.rand(*others.shape[:2], 1, generator=generator, device=device) * (1 - 1e-6)
+        moves = torch.cat([action[:, None], (others <= number * others[..., -1:]).sum(-1)], 1)  # [Q, N]
+        path.append((row, action, going))
+        last_row, last_moves = torch.where(going, row, last_row), torch.where(going[:, None], moves, last_moves)
+        child = (tree.parent[:node] == row) & (tree.key[:node] == (moves * tree.power).sum(1)) & going  # [node, Q]
+        number = child.to(torch.uint8).argmax(0)
+        next_row = number * tree.trees + torch.arange(tree.trees, device=device)
+        going = (number > 0) & ~tree.over[next_row]
+        row = torch.where(going, next_row, row)
+        if not going.any():
+            break
+    return path, last_row, last_moves
+
+
+def expand(tree, node, row, moves, model, searcher, reward_scale):
+    """Plays the joint moves [Q, N] from the nodes in rows [Q] and makes them the next node of each tree.
+    (Where a path ended at a node that is over, this is the same node once more, which nobody finds, for the
+    first one is found before it.)"""
+    before = {name: part.index_select(-1, row) for name, part in tree.state.items()}
+    after, reward, over = model.step(before, moves.T)
+    rows = tree.put(node, after, searcher.think(after))
+    tree.value[rows] *= ~over
+    tree.reward[rows], tree.over[rows] = reward * reward_scale, over
+    tree.parent[node], tree.key[node] = row, (moves * tree.power).sum(1)
+
+
+def backup(tree, node, path, gamma):
+    """Adds the new node's value, discounted, and the rewards on the way to the actions that led to it."""
+    reached = torch.arange(node * tree.trees, (node + 1) * tree.trees, device=tree.value.device)
+    value = tree.value[reached]
+    for row, action, going in reversed(path):  # where a path had ended higher up, this step was not taken
+        value = torch.where(going, tree.reward[reached] + gamma * value, value)
+        edge = row * NUM_ACTIONS + action
+        tree.visits.view(-1).index_add_(0, edge, going.float())
+        tree.totals.view(-1).index_add_(0, edge, value * going)
+        reached = torch.where(going, row, reached)
+
+
+def ego_first(state, order, columns=None):
+    """A state as each of L players sees it, itself first, one after the other: [.., L * M].
+
+    order [L, N] are the seats in each one's order, columns [L, M] picks games for each (all by default).
+    """
+    if columns is None:
+        columns = torch.arange(state["clock"].shape[-1], device=order.device).expand(len(order), -1)
+    flat = columns.flatten()
+    turned = {name: state[name][order[:, :, None], columns[:, None]].transpose(0, 1).flatten(1) for name in ("cell", "previous")}
+    return {"cell": turned["cell"], "board": state["board"][:, flat], "previous": turned["previous"],
+            "clock": state["clock"][flat], "deadline": state["deadline"][flat]}
+
+
+# ================================================================================= imagination
+
+
+class Imagination(Saved):
+    """Games that go on in the players' heads, each one's own policy among partners who play by models of
+    others.
+
+    A partner is what is believed of it, its type [H], and the network that moves it: type and present view
+    give its goal, the goal its action. A share --strangers of the partners are strangers: their type is what
+    the warm-up's inference knew of a player at the end of a recorded meeting, and the warm-up's model moves
+    them; they stay from episode to episode, EPISODES on average. (Models that self-play trains come to expect
+    that whoever stands on the stag hunts it, and one such hunt in twenty games makes waiting among hare
+    hunters look worth while.) The others go on from the real games just played: their type is what the player
+    believes of them there, its own model moves them.
+
+    The player's belief about its partners follows what they do, in both kinds of games, as in real ones.
+    """
+
+    EPISODES = 10
+    saved = ("state", "memory", "types", "generator")
+
+    def __init__(self, args, table, replay):
+        self.args, self.table, self.replay = args, table, replay
+        self.length, self.num = len(table.hop_seats), round(args.imagined_per_real * args.num_envs)
+        self.strange = round(self.num * args.strangers) if replay.cast is not None else 0  # these games come last
+        self.generator = seeded(args.seed, "imagination", args.device)
+        self.state = self.memory = self.types = None
+
+    def starts(self, data, count, fresh, memory=None):
+        """Draws `count` positions of recorded games for each player and step to come, some at the begin of an
+        episode.
+
+        data [.., T, B] -> states [.., T', L, count], and the memories there [P, T', count, H] if those of
+        each step are given """
+        table, state = self.table, {name: data[name].flatten(-2) for name in STATE}
+        present = data["present"][table.seats].flatten(1).float()  # [L, T * B]
+        first = present * (state["clock"] == 0)
+        share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
+        chance = present + first * fresh / (share * (1 - fresh) + 1e-9) + 1e-9
+        steps = self.args.num_steps
+        drawn = torch.multinomial(chance, steps * count, replacement=True, generator=self.generator)  # [L, T' * count]
+        states = ego_first(state, table.order, drawn)
+        states = {name: part.unflatten(-1, (self.length, steps, count)).transpose(-3, -2) for name, part in states.items()}
+        if memory is not None:
+            each = drawn.repeat_interleave(len(table.pairs) // self.length, 0)  # [P, T' * count]
+            memory = memory.gather(1, each[..., None].expand(-1, -1, memory.shape[-1])).unflatten(1, (steps, count))
+        return states, memory
+
+    def draw_types(self):
+        """Strangers for every game, should a meeting begin: [P, strange, H]."""
+        rows = torch.randint(self.replay.cast.shape[1], (self.length, self.strange), generator=self.generator,
+                             device=self.replay.cast.device)
+        rows = rows.repeat_interleave(len(self.table.pairs) // self.length, 0)[..., None]
+        return self.replay.cast[self.table.pairs].gather(1, rows.expand(-1, -1, self.replay.cast.shape[2]))
+
+    @torch.no_grad()
+    def play(self, real, num_steps):
+        """num_steps more steps of all games. -> dict: "policy" as `play_steps` gives it, and what
+        `learn_others` takes of the games with strangers, each [P, T, B, ...]"""
+        table, networks, split = self.table, self.table.networks, self.num - self.strange
+        states, memories = self.starts(real, split, 0.5, real["memories"])
+        if self.strange:
+            strange, _ = self.starts(self.replay.record, self.strange, 0.5)
+            states = {name: torch.cat([states[name], strange[name]], -1) for name in STATE}
+        fresh = networks.others.start(self.strange)
+        begins = lambda t: {name: part[..., t, :, :].flatten(-2) for name, part in states.items()}
+        if self.state is None:
+            self.state = begins(0)
+            types = [memories[:, 0]] + ([self.draw_types()] if self.strange else [])
+            self.types, self.memory = torch.cat(types, 1), torch.cat([memories[:, 0], fresh], 1)
+        shape, steps, memory = (self.length, self.num), [], self.memory
+        for t in range(num_steps):
+            x, told, log_probs, value, others, tables = self.think()
+            action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(others, self.generator)
+            there = (self.state["cell"][1:] < table.game.cells).unflatten(1, shape).transpose(0, 1).flatten(0, 1)  # [P, num]
+            joint = torch.cat([action.flatten()[None], moves.unflatten(0, (self.length, -1)).transpose(0, 1).flatten(1)])
+            self.state, reward, over = table.model.step(self.state, joint)
+            over = over.view(shape)
+            self.memory = networks.others.remember(self.memory, tables, moves, there)
+            steps.append({"x": x[0], "told": told, "actions": action, "values": value, "ended": over,
+                          "logprobs": log_probs.gather(-1, action[..., None])[..., 0],
+                          "rewards": reward.view(shape) * self.args.reward_scale,
+                          "others_x": x[1:, :, split:], "others_action": moves[:, split:], "seen": there[:, split:]})
+            self.begin_again(over, begins(t), memories[:, t], split, fresh)
+        out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
+        lesson = {"x": out.pop("others_x").permute(2, 1, 0, 3, 4).flatten(0, 1), "action": out.pop("others_action").transpose(0, 1),
+                  "seen": out.pop("seen").transpose(0, 1), "memory": memory[:, split:]}
+        out["values"] = torch.cat([out["values"], self.think()[3][None]])
+        return {"policy": out | {"present": torch.ones_like(out["ended"])}, "lesson": lesson}
+
+    def think(self):
+        """What is thought of the present states: views [N, L, num, K]; what the policies are told, their
+        log-probabilities [L, num, 7] and values [L, num]; the partners' probabilities [P, num, 7]; what each
+        hypothesis makes of their actions [7, P, num, H]."""
+        networks, views, split = self.table.networks, self.table.views, self.num - self.strange
+        x = views.look(self.state).unflatten(1, (self.length, -1))  # [N, L, num, K]
+        partners = x[1:].transpose(0, 1).flatten(0, 1)  # [P, num, K]
+        first, hidden, tables = networks.others.look(partners)
+        mean, _ = networks.others.read(self.memory, hidden)
+        told = self.table.told(mean)
+        log_probs, value = networks.policy(x[0], told)
+        mask, moved = views.mask(partners), []
+        if split:
+            goal, _ = networks.others.read(self.types[:, :split], hidden[:, :split])
+            moved.append(networks.others.act(first[:, :split] + goal @ networks.others.goal, mask[:, :split]))
+        if self.strange:
+            known, row = networks.known, lambda part: part[:, split:].flatten(0, 1)[None]  # one network moves them all
+            first, hidden, _ = known.look(row(partners))
+            goal, _ = known.read(row(self.types), hidden)
+            moved.append(known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS))
+        return x, told, log_probs, value, torch.cat(moved, 1).exp(), tables
+
+    def begin_again(self, over, state, memory, split, fresh):
+        """Other positions where a game is over [L, num], and other partners where a meeting is."""
+        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
+        over = over.repeat_interleave(len(self.table.pairs) // self.length, 0)[..., None]  # [P, num, 1]
+        types = memory
+        if self.strange:
+            ends = torch.rand(self.length, self.strange, generator=self.generator, device=over.device) < 1 / self.EPISODES
+            over[:, split:] &= ends.repeat_interleave(len(over) // self.length, 0)[..., None]
+            types, memory = torch.cat([memory, self.draw_types()], 1), torch.cat([memory, fresh], 1)
+        self.memory, self.types = torch.where(over, memory, self.memory), torch.where(over, types, self.types)
+
+# ==================================================================================== learning
+
+
+class Replay(Saved):
+    """Stretches of play of some steps each, from which the models of others learn: the last real ones, and
+    beside them the record of the warm-up, which stays.
+
+    columns  each [.., T, stretch], in one row of stretches: first those of the record, then the real ones
+             STATE and actions of all players; seen [P, ..], weight [P, ..] what is learned from, goal_step [P, ..] the
+             step whose view holds the goal in hindsight; memory [P, H, stretch] before the stretch
+    record   the whole games of the warm-up, [.., T, B]; cast [N, B, H] what its inference knew of each player at the end
+    """
+
+    saved = ("columns", "record", "cast", "kept", "filled", "next")
+
+    def __init__(self, args, table, record):
+        self.args, self.table, self.record, self.columns, self.cast = args, table, record, None, None
+        self.kept = self.filled = self.next = 0  # stretches of the record; of the real games; where the next one goes
+        self.capacity = args.buffer_size // args.num_steps
+        if record is not None:
+            self.cast = follow_record(table, record)
+            self.take_record()
+
+    def take_record(self):
+        """Cuts the record into stretches. It is what an onlooker saw, who has known nobody before."""
+        record, steps, pairs = self.record, self.args.num_steps, self.table.pairs
+        most = record["over"].shape[0] // steps * steps
+        cut = lambda part: part[..., :most, :].unflatten(-2, (-1, steps)).transpose(-3, -2).flatten(-2)  # [.., T, stretch]
+        columns = {name: cut(record[name]) for name in STATE + ("actions",)}
+        seen = cut(record["present"])[pairs]
+        goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
+        memory = self.table.networks.others.start(seen.shape[-1]).detach()
+        self.kept = seen.shape[-1]
+        self.make_room(columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory.transpose(1, 2)})
+
+    def make_room(self, columns):
+        self.columns = {}
+        for name, part in columns.items():
+            small = {"cell": torch.int16, "clock": torch.int16, "deadline": torch.int16, "goal_step": torch.int16}.get(name, part.dtype)
+            self.columns[name] = part.new_zeros(*part.shape[:-1], self.kept + self.capacity, dtype=small)
+            self.columns[name][..., :self.kept] = part[..., :self.kept]
+
+    def add(self, real):
+        """Takes in the stretches that were just played [.., T, B], in place of the oldest."""
+        args, table = self.args, self.table
+        values, policy = real["policy"]["values"], real["policy"]
+        worth = policy["rewards"] + args.gamma * ~policy["ended"] * values[1:]  # [T, L, B] of acting in this view
+        worth = worth if args.selector == "max" else -worth
+        worth = worth.transpose(0, 1).repeat_interleave(len(table.pairs) // len(table.seats), 0)  # [P, T, B]
+        goal_step = best_steps(worth.masked_fill(~real["present"][table.readers], -math.inf), real["ended"][table.pairs], args.horizon)
+        weight = real["seen"]
+        if args.moa_samples == "rewarded":
+            weight = weight & later_catch(real["left"], real["ended"])[table.pairs]
+        real["goal_step"] = goal_step
+        columns = {name: real[name] for name in STATE + ("actions", "seen")} | {
+            "weight": weight, "goal_step": goal_step, "memory": real["memory"].transpose(1, 2)}
+        if self.columns is None:
+            self.make_room(columns)
+        many = weight.shape[-1]
+        where = self.kept + (self.next + torch.arange(many, device=weight.device)) % self.capacity
+        for name, part in columns.items():
+            self.columns[name][..., where] = part.to(self.columns[name].dtype)
+        self.next, self.filled = (self.next + many) % self.capacity, min(self.filled + many, self.capacity)
+
+    def draw(self, real, kept, generator):
+        """Some stretches drawn at random, of real games and of the record, with their goals in hindsight: a
+        lesson [P, T, B, ..]"""
+        device, pairs = self.table.pairs.device, self.table.pairs
+        number = lambda most, count: torch.randint(most, (count,), generator=generator, device=device)
+        where = number(self.filled, real) + self.kept
+        if self.kept:
+            where = torch.cat([where, number(self.kept, kept)])
+        drawn = {name: part[..., where] for name, part in self.columns.items()}
+        drawn |= {name: drawn[name].long() for name in ("cell", "clock", "deadline", "goal_step", "actions")}
+        x = look_back(self.table.views, drawn)  # [N, T, B, K]
+        lesson = {"x": x[pairs], "action": drawn["actions"][pairs], "seen": drawn["seen"], "weight": drawn["weight"],
+                  "memory": drawn["memory"].transpose(1, 2)}
+        if self.args.goals == "latent":
+            with torch.no_grad():
+                goals = self.table.networks.prior(x.flatten(0, 2)[None])
+            mean, logvar = (part[0].unflatten(0, (len(x), -1))[pairs] for part in goals)
+            lesson |= pick_goals(mean, logvar, drawn["goal_step"])
+        return lesson
+
+
+def look_back(views, data):
+    """All views of recorded states [.., T, B]: [N, T, B, K]."""
+    shape = data["clock"].shape
+    return views.look({name: data[name].flatten(-2) for name in STATE}).unflatten(1, shape)
+
+
+@torch.no_grad()
+def follow_record(table, record):
+    """What the warm-up's inference knows of each player at the end of each recorded meeting: [N, B, H]."""
+    known, answer = table.networks.known, []
+    row = lambda part: part.transpose(0, 1).flatten(1, 2)[None]  # players side by side: [1, T, N * B, ...]
+    for first in range(0, record["over"].shape[-1], 32):
+        part = {name: each[..., first:first + 32] for name, each in record.items()}
+        x, action, seen = row(look_back(table.views, part)), row(part["actions"]).long(), row(part["present"])
+        memory = known.start(x.shape[2])
+        for t in range(x.shape[1]):
+            memory = known.remember(memory, known.look(x[:, t])[2], action[:, t], seen[:, t])
+        answer.append(memory[0].unflatten(0, (len(part["cell"]), -1)))
+    return torch.cat(answer, 1)
+
+
+def best_steps(worth, ends, horizon):
+    """For each step the one that is worth most, of those to come within the horizon and the player's game:
+    [P, T, B]."""
+    last = last_steps(ends, horizon)
+    step = torch.arange(worth.shape[1], device=worth.device)
+    within = (step[:, None, None] <= step[:, None]) & (step[:, None] <= last[:, :, None])  # [P, T, T', B]
+    return worth[:, None].masked_fill(~within, -math.inf).argmax(2)
+
+
+def later_catch(left, ends):
+    """Whether each player goes on to catch something in its game, as far as the data tell: [N, T, B]."""
+    caught, later = torch.zeros_like(left), torch.zeros_like(left[:, 0])
+    for t in reversed(range(left.shape[1])):
+        later = left[:, t] | (~ends[:, t] & later)
+        caught[:, t] = later
+    return caught
+
+
+def gaussian_kl(mean, logvar, other_mean, other_logvar):
+    """KL(N(mean, var) || N(other)) of diagonal normals, summed over the last dimension."""
+    distance = (logvar.exp() + (mean - other_mean).square()) * (-other_logvar).exp()
+    return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
+
+
+def masked_mean(x, weight):
+    """The mean of each row over its samples: [L, M] -> [L]."""
+    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+
+
+def infer_goals(model, lesson):
+    """What a model of others makes of stretches of play [P, T, B, ...], each [P, T * B, ...]: outputs of its
+    first layer, mean and log-variance of the goal inferred before each step, and the log-probability of each
+    action by the weighted hypotheses."""
+    first, hidden, table = model.look(lesson["x"].flatten(1, 2))
+    memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
+                                  lesson["action"], lesson["seen"])
+    return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
+
+
+def others_loss(model, lesson, generator):
+    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
+
+    The hypotheses, weighted by what was seen before, are to foresee each action; the goal read from them is to be near the
+    goal in hindsight, where that is known; and both the goal in hindsight and a draw from the belief are to tell the action.
+    """
+    x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
+    first, mean, logvar, likely = infer_goals(model, lesson)
+    weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
+    goal = draw_goals(mean, logvar, generator)
+    losses = {"hypotheses_loss": -masked_mean(likely, weight)}
+    if "goal_mean" in lesson:
+        known = lesson["goal_known"].expand(shape).flatten(1) if "goal_known" in lesson else torch.ones_like(weight)
+        hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
+        losses["inference_loss"] = masked_mean(gaussian_kl(*(part.detach() for part in hindsight), mean, logvar), weight * known)
+        told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
+        goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
+    log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
+    losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
+    losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
+                      + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
+    return losses
+
+
+def learn_others(args, networks, replay, dream, optimizer, generator):
+    """Trains the models of others: on stretches of real games and of the record, and on imagined games with
+    strangers. -> means of the losses over the update [P]"""
+    totals = []
+    for number in range(args.moa_minibatches):
+        lesson = replay.draw(STRETCHES, RECORDED, generator)
+        if dream is not None and dream["lesson"]["x"].shape[2]:
+            lesson = add_dream(lesson, dream["lesson"], number, DREAMT)
+        losses = others_loss(networks.others, lesson, generator)
+        optimizer.zero_grad()
+        losses["loss"].sum().backward()
+        clip_gradients(networks.others, args.max_grad_norm)
+        optimizer.step()
+        totals.append({f"moa/{key}": value.detach() for key, value in losses.items()})
+    return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
+
+
+STRETCHES, RECORDED, DREAMT = 28, 6, 8  # in a lesson: real ones, ones of the record, imagined ones
+
+
+def add_dream(lesson, dream, number, count):
+    """A lesson [P, T, B, ..] with some of the imagined games beside it, whose goals in hindsight are not
+    known."""
+    first = number * count % dream["x"].shape[2]
+    part = {key: dream[key].narrow(1 if key == "memory" else 2, first, min(count, dream["x"].shape[2] - first))
+            for key in ("x", "action", "seen", "memory")}
+    part["weight"], many = part["seen"], part["seen"].shape[2]
+    known = torch.ones(lesson["seen"].shape[2], device=lesson["x"].device)
+    joined = {key: torch.cat([lesson[key], part[key]], 1 if key == "memory" else 2) for key in part}
+    for key in ("goal_mean", "goal_logvar"):
+        if key in lesson:
+            joined[key] = F.pad(lesson[key], (0, 0, 0, many))
+    return joined | {"goal_known": F.pad(known, (0, many))}
+
+
+def join(real, dream):
+    """Real and imagined steps side by side: dict of [T, L, B, ...]; where there was no search there is no
+    target."""
+    real = real["policy"]
+    if dream is None:
+        return real
+    dream = dream["policy"]
+    targets = {"target": dream["told"].new_zeros(*dream["actions"].shape, NUM_ACTIONS),
+               "searched": torch.zeros_like(dream["ended"])}
+    return {key: torch.cat([real[key], (dream | targets)[key]], 2) for key in real}
+
+
+def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
+    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1,
+    ...].
+
+    Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
+    trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
+    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
+    Retrace. """
+    trace = torch.ones_like(rewards) if trace is None else trace
+    goes_on = (~ends).to(rewards.dtype)
+    advantages = torch.zeros_like(rewards)
+    later = torch.zeros_like(rewards[0])
+    for t in reversed(range(len(rewards))):
+        delta = rewards[t] + gamma * values[t + 1] * goes_on[t] - values[t]
+        advantages[t] = present[t] * (delta + gamma * gae_lambda * goes_on[t] * later)
+        later = trace[t] * advantages[t]
+    return advantages, values[:-1] + trace * advantages
+
+
+def learn_policy(args, policy, data, optimizer, ent_coef, generator):
+    """One update of all policies and values on steps [T, L, B, ...]. -> means of the losses over the update,
+    each [L]
+
+    Where an action was searched for, the policy learns the search's result by cross-entropy: the result is
+    the target, not the action that was drawn from it, so no ratio of probabilities enters. Elsewhere it is
+    PPO (Schulman et al. 2017). Searched steps and the others count equally much, however many they are. """
+    values = data["values"][:-1]
+    advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"], args.gamma, args.gae_lambda)
+    if not math.isinf(args.prize_floor):  # in a poor game a small prize counts as much as a large one in a rich game
+        advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
+    flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in  # [L * M, ...]
+            {**data, "advantages": advantages, "returns": returns, "values": values}.items()}
+    row = lambda part: part.view(values.shape[1], -1)  # [L, M]
+    weight, searched, returned = row(flat["present"]).float(), row(flat["searched"]), row(returns.transpose(0, 1).flatten())
+    kinds = {"": weight * ~searched, "real_": weight * searched}
+    means = {f"losses/{kind}explained_variance": 1 - variance(returned - row(flat["values"]), part)
+             / variance(returned, part).clamp(min=1e-8) for kind, part in kinds.items() if part.any()}
+    offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
+    most, totals = max(int(weight.sum(1).max()), args.num_minibatches), []
+    for _ in range(args.update_epochs):
+        # a random order with the absent at the end: the longest list of samples is as far as one need go
+        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
+        for rows in order.chunk(args.num_minibatches, 1):
+            index = (rows + offset).flatten()
+            batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
+            loss, parts = policy_loss(args, policy, batch, ent_coef)
+            optimizer.zero_grad()
+            loss.sum().backward()
+            clip_gradients(policy, args.max_grad_norm)
+            optimizer.step()
+            totals.append({key: part.detach() for key, part in parts.items()})
+    return means | {f"losses/{key}": torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
+
+
+def policy_loss(args, policy, batch, ent_coef):
+    """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of."""
+    searched, weight = batch["searched"].float(), batch["present"].float()
+    drawn, planned = weight * (1 - searched), weight * searched
+    log_probs, value = policy(batch["x"], batch["told"])
+    logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
+    ratio = logratio.exp()
+    advantages = batch["advantages"] - masked_mean(batch["advantages"], drawn)[:, None]
+    advantages = advantages / (masked_mean(advantages.square(), drawn).sqrt()[:, None] + 1e-8)
+    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
+    search_loss = -(batch["target"] * log_probs.clamp(min=-30)).sum(-1)
+    error = 0.5 * (value - batch["returns"]).square()
+    entropy = -(log_probs.exp() * log_probs).sum(-1)
+    parts = {"policy_loss": masked_mean(-surrogate, drawn), "search_loss": masked_mean(search_loss, planned),
+             "value_loss": masked_mean(error, drawn), "real_value_loss": masked_mean(error, planned),
+             "entropy": masked_mean(entropy, drawn), "real_entropy": masked_mean(entropy, planned),
+             "approx_kl": masked_mean(ratio - 1 - logratio, drawn),  # http://joschu.net/blog/kl-approx.html
+             "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), drawn)}
+    loss = (parts["policy_loss"] + parts["search_loss"] + args.vf_coef * (parts["value_loss"] + parts["real_value_loss"])
+            - ent_coef * (parts["entropy"] + parts["real_entropy"]))
+    for key in ("value_loss", "real_value_loss"):
+        parts[key] = parts[key] / args.reward_scale**2  # in the units of the game
+    return loss, parts
+
+
+def variance(x, weight):
+    """The variance of each row over its samples: [L, M] -> [L]."""
+    return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
+
+
+def clip_gradients(agent, max_norm):
+    """Shortens the gradient of each learner to max_norm, on its own."""
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+# =================================================================================== measuring
+
+
+@torch.no_grad()
+def evaluate(args, table, episodes, search, seed, greedy=False):
+    """Plays fresh episodes, each a meeting of its own. -> returns [episodes, N], true-game steps played"""
+    played, steps = [], 0
+    for first in range(0, episodes, 1000):
+        num = min(episodes - first, 1000)
+        fresh = Table(args, num, seed + first, table.networks, table.model)
+        total = torch.zeros(num, len(args.players), device=args.device)
+        running = torch.ones(num, dtype=torch.bool, device=args.device)
+        while running.any():
+            steps += int(running.sum())
+            out = fresh.play(fresh.act(search, greedy), restart=False)
+            total += out["reward"].T * running[:, None]
+            running &= ~out["over"]
+        played.append(total)
+    return torch.cat(played), steps
+
+
+@torch.no_grad()
+def score_models(table, real, draws=4):
+    """How well the models of others predict [P] each: against what they really play, and the best one could
+    do.
+
+    real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B]. top1 is the true probability of
+    the action held most likely; recall of an action the mean predicted probability of it over the steps in
+    which it is taken. Scores of those whose probabilities nobody knows (players from files) are nan. """
+    others, pairs = table.networks.others, table.pairs
+    x = real["x"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, K]
+    mean, logvar = (real[key].transpose(0, 1).flatten(1, 2) for key in ("mean", "logvar"))
+    generator = torch.Generator(x.device).manual_seed(0)
+    first, mask = others.view(x), table.views.mask(x)
+    predicted = sum(others.act(first + draw_goals(mean, logvar, generator) @ others.goal, mask).exp() for _ in range(draws)) / draws
+    truth = real["true_probs"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, 7]
+    weight = real["seen"].float().flatten(1)
+    best = lambda probs: truth.gather(-1, probs.topk(3, -1).indices).cumsum(-1)
+    each = {"top1": best(predicted)[..., 0], "top3": best(predicted)[..., 2],
+            "cross_entropy": -(truth * predicted.clamp(min=1e-9).log()).sum(-1),
+            "top1_ceiling": best(truth)[..., 0], "top3_ceiling": best(truth)[..., 2],
+            "cross_entropy_floor": -(truth * truth.clamp(min=1e-9).log()).sum(-1)}
+    scores = {f"moa/{key}": masked_mean(value, weight) for key, value in each.items()}
+    if "goal_step" in real and table.args.goals == "latent":
+        goals = table.networks.prior(real["x"].transpose(0, 1).flatten(0, 2)[None])
+        goals = pick_goals(*(part[0].unflatten(0, (len(table.names), -1))[pairs] for part in goals), real["goal_step"])
+        scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goals["goal_mean"], weight)
+    known = table.known()[pairs]
+    scores = {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
+    taken = (truth * weight[..., None]).sum(1)  # [P, 7]
+    real["by_action"] = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9),
+                         "recall": (truth * predicted * weight[..., None]).sum(1) / taken.clamp(min=1e-9),
+                         "recall_ceiling": (truth * truth * weight[..., None]).sum(1) / taken.clamp(min=1e-9)}
+    return scores
+
+
+def belief_accuracy(mean, logvar, goal, weight):
+    """How often a belief [P, T * B, G] holds the goal in hindsight [P, T, B, G] likelier than that of another
+    game: [P]; half of the time if it knew nothing."""
+    distance = lambda point: ((point.flatten(1, 2) - mean).square() * (-logvar).exp()).sum(-1)
+    return masked_mean((distance(goal) < distance(goal.roll(1, 2))).float(), weight)
+
+
+@torch.no_grad()
+def report_models(args, table, decisions=2_000, searches=16):
+    """The models of others on fresh games, against searching players, whose policy is averaged over repeated
+    searches.
+
+    The decisions are every seventh step of meetings, so that they come from all parts of an episode, and from
+    later episodes as well as from the first. -> for results.json, by kind of player; true-game steps played
+    """
+    fresh = Table(args, args.num_envs, args.seed + 2_000_000, table.networks, table.model)
+    steps, found, played = [], 0, 0
+    while found < decisions:
+        for _ in range(6):
+            fresh.play(fresh.act(args.search))
+        seen = fresh.act(args.search)
+        if args.search != "none":
+            again = [fresh.plan(seen, args.search)[0].exp() for _ in range(searches - 1)]
+            seen["true_probs"][fresh.seats] = (seen["improved"].exp() + sum(again)) / searches
+        out = fresh.play(seen)
+        played += 7 * args.num_envs
+        steps.append({**seen, **out})
+        found += int(out["present"][fresh.seats].sum())
+    data = {key: torch.stack([step[key] for step in steps]) for key in ("x", "true_probs", "mean", "logvar")}
+    data["seen"] = torch.stack([step["seen"] for step in steps], 1)
+    scores = {key.removeprefix("moa/"): value for key, value in score_models(fresh, data, draws=16).items()}
+    kinds, results, rows = {}, {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
+    for pair, seat in enumerate(fresh.pairs.tolist()):
+        kinds.setdefault(args.players[seat], []).append(pair)
+    for kind, pairs in kinds.items():
+        share = data["by_action"]["share"][pairs]
+        recall = {key: (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
+                  for key in ("recall", "recall_ceiling")}
+        results[kind] = {key: None if value[pairs].isnan().any() else value[pairs].mean().item() for key, value in scores.items()}
+        results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in {"share": share.mean(0), **recall}.items()}
+        rows.append([kind, *("–" if results[kind][key] is None else f"{results[kind][key]:.3f}" for key in (
+            "top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor"))])
+    print_table("models of others, on fresh games", rows)
+    return results, played
+
+
+@torch.no_grad()
+def model_exactness(table, real):
+    """The share of the real steps just played that the model of the search foresees exactly, in the first
+    HOP+ player's view."""
+    flat = {key: real[key].flatten(-2) for key in STATE + ("actions",)}
+    state, joint = ego_first(flat, table.order[:1]), flat["actions"][table.order[0]].long()
+    guess, reward, over = table.model.step(state, joint)
+    true, true_reward, true_over = Rules(make_game(table.args, 1, 0)).step(state, joint)
+    same = (guess["cell"] == true["cell"]).all(0) & (guess["board"] == true["board"]).all(0)
+    same &= ((reward - true_reward).abs() < 0.01) & (over == true_over)
+    return same[real["present"][table.hop_seats[0]].flatten()].float().mean()
+
+
+@torch.no_grad()
+def score_world(args, model, rows=20_000):
+    """The share of the steps of fresh mixed games, crowds and failed hunts among them, that the learned model
+    foresees exactly; real games meet few of these, imagined ones all. -> shares of whole steps and of
+    rewards, steps played"""
+    data = collect(board_of(args), rows, args.seed + 1_000_000, args.device)
+    after, reward, over = model.step(data, data["actions"])
+    paid = (reward - data["reward"][0]).abs() < 0.01
+    whole = paid & (after["cell"] == data["next_cell"]).all(0) & (after["board"] == data["next_board"]).all(0)
+    whole &= over == (data["terminated"][0] | data["over"])
+    there = data["cell"][0] < len(data["board"]) - 1
+    return {"steps": whole[there].float().mean().item(), "rewards": paid[there].float().mean().item()}, rows
+
+
+def expectations(table, seen):
+    """What each HOP+ player expects each other to do now, at the middle of its belief: [L, N-1, B, 7]."""
+    others, x = table.networks.others, seen["x"][table.pairs]
+    chances = others.act(others.view(x) + seen["mean"] @ others.goal, table.views.mask(x)).exp()
+    return chances.unflatten(0, (len(table.hop_seats), -1))
+
+
+@torch.no_grad()
+def record_game(args, table, seed):
+    """Plays one episode for a picture, what each player expects of the others drawn beside the board. ->
+    frames"""
+    from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
+
+    table, font = Table(args, 1, seed, table.networks, table.model), ImageFont.load_default(13)
+    total, pictures, over = torch.zeros(len(args.players)), [], False
+
+    def picture(caption, lines):
+        returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
+        board = draw_board(table.game, 0, f"{caption}  returns {returns}")
+        image = Image.new("RGB", (board.width + 300, max(board.height, 24 + 17 * len(lines))), (250, 248, 242))
+        image.paste(board, (0, 0))
+        for row, (text, colour) in enumerate(lines):
+            ImageDraw.Draw(image).text((board.width + 10, 8 + 17 * row), text, fill=colour, font=font)
+        return image
+
+    while not over:
+        seen = table.act(args.search)
+        moves, here, lines = expectations(table, seen)[:, :, 0], (table.game.cell[:, 0] < table.game.cells).tolist(), []
+        for hop, seat in enumerate(table.hop_seats):
+            if here[seat]:
+                lines.append((f"player {seat + 1} expects", COLOURS[seat % len(COLOURS)]))
+            for other, who in enumerate(table.order[hop, 1:].tolist()):
+                if here[seat] and here[who]:
+                    chance, action = moves[hop, other].topk(2)
+                    likely = ", ".join(f"{ACTIONS[a]} {c:.0%}" for c, a in zip(chance.tolist(), action.tolist()))
+                    lines.append((f"   of {who + 1}: {likely}", (52, 54, 60)))
+        pictures.append(picture(f"step {int(table.game.clock)}", lines))
+        out = table.play(seen, restart=False)
+        total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
+    pictures.append(picture("over", []))
+    size = (pictures[0].width, max(image.height for image in pictures))
+    frames = [Image.new("RGB", size, (250, 248, 242)) for _ in pictures]
+    for frame, image in zip(frames, pictures):
+        frame.paste(image, (0, 0))
+    return frames
+
+
+# ================================================================================ adapt, watch
+
+
+def load_players(args):
+    """The trained players of --checkpoint. -> args as they were trained, what players.pt holds"""
+    path = args.checkpoint
+    path = os.path.join(path, "players.pt") if os.path.isdir(path) else path
+    saved = load_checkpoint(path, f"--checkpoint {args.checkpoint}")
+    if "policy" not in saved.get("networks", ()):
+        raise Refused(f"--checkpoint {args.checkpoint} holds no HOP+ players, it was written by {saved['script']}")
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["config"].items()}
+    board = [field.name for field in dataclasses.fields(GameArgs)]
+    shape = ("goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model")
+    for name in (*board, *shape):
+        given, trained = getattr(args, name), config[name]
+        if given not in (trained, getattr(Args, name)):
+            raise Refused(f"--{name.replace('_', '-')} {given} differs from {trained}, with which {args.checkpoint} was trained")
+    if len(args.players) != len(config["players"]):
+        raise Refused(f"--players names {len(args.players)} players, {args.checkpoint} was trained with {len(config['players'])}")
+    free = ("beta", "prize_floor", "num_simulations", "num_trees", "search")  # as trained, if not asked for otherwise
+    taken = (*board, *shape, *(name for name in free if getattr(args, name) == getattr(Args, name)))
+    return dataclasses.replace(args, **{name: config[name] for name in taken}), saved
+
+
+def seat_players(args, saved, num_envs, seed, episodes=1, learners=None):
+    """A table at which each HOP+ seat has the networks of one trained player: learners[k], or the one of its
+    seat."""
+    table = Table(args, num_envs, seed, episodes=episodes)
+    trained = [seat for seat, name in enumerate(saved["config"]["players"]) if name == "hop"]
+    learners = learners or [trained.index(seat) if seat in trained else 0 for seat in table.hop_seats]
+    for name, per in (("policy", 1), ("others", len(args.players) - 1)):
+        getattr(table.networks, name).load_state_dict({key: value.unflatten(0, (-1, per))[learners].flatten(0, 1)
+                                                       for key, value in saved["networks"][name].items()})
+    table.memory = table.networks.others.start(num_envs).detach().clone()
+    if args.search_model == "learned":
+        world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
+        table.model = world.tabulate(args.height, args.width, len(args.players))
+    return table
+
+
+def play_meetings(args, saved, seat, learner, seed):
+    """--meetings of --meeting-episodes, the trained player in one seat. -> its returns [meetings,
+    episodes]"""
+    strangers = [name for name in args.players if name != "hop"]
+    args = dataclasses.replace(args, players=(*strangers[:seat], "hop", *strangers[seat:]))
+    table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes, [learner])
+    answer = torch.zeros(args.meetings, args.meeting_episodes, device=args.device)
+    episode, rows = torch.zeros(args.meetings, dtype=torch.int64, device=args.device), torch.arange(args.meetings, device=args.device)
+    optimizer = torch.optim.Adam(table.networks.others.parameters(), lr=args.moa_learning_rate / 10, eps=1e-5, fused=True)
+    generator, returns = seeded(seed, "learning", args.device), Returns(args.meetings, len(args.players), args.device)
+    replay = Replay(dataclasses.replace(args, goals="zero", buffer_size=args.meetings * args.num_steps), table, None)
+    while (episode < args.meeting_episodes).any():
+        if args.adapt_moa:
+            real = play_steps(table, returns, args.num_steps, args.search)
+            replay.add(real)
+            learn_others(args, table.networks, replay, None, optimizer, generator)
+            rewards, overs = real["reward"][:, seat], real["over"]
+        else:
+            out = table.play(table.act(args.search))
+            rewards, overs = out["reward"][None, seat], out["over"][None]
+        for reward, over in zip(rewards, overs):
+            counted = episode < args.meeting_episodes
+            answer[rows, episode.clamp(max=args.meeting_episodes - 1)] += reward * counted
+            episode = episode + over
+    return answer
+
+
+def adapt(args):
+    """A trained player among others: policy, value and world model stay, beliefs go on within and across
+    episodes."""
+    args, saved = load_players(args)
+    Table(args, 1, args.seed)  # whatever is wrong with the players shows now
+    trained, seats, half = saved["config"]["players"].count("hop"), range(len(args.players)), args.meeting_episodes // 2
+    folder = open_run(args)
+    answer = torch.stack([play_meetings(args, saved, seat, seat % trained, args.seed + seat)
+                          for seat in tqdm(seats, desc="meetings in each seat", leave=False, dynamic_ncols=True)]).double()
+    flat = answer.flatten(0, 1)  # [seats * meetings, episodes]
+    later = flat[:, half:].mean(1)
+    interval = lambda part: (1.96 * part.std(0) / math.sqrt(len(part))).tolist()
+    results = {"players": list(args.players),
+               "episodes": [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))],
+               "second_half": {"mean": later.mean().item(), "ci95": interval(later), "seats": answer[:, :, half:].mean((1, 2)).tolist()}}
+    save_json(os.path.join(folder, "results.json"), results)
+    rows = [["episode", "return", "95 %"]] + [[str(number + 1), f"{row['return']:.3f}", f"± {row['ci95']:.3f}"]
+                                              for number, row in enumerate(results["episodes"])]
+    print_table(f"return of the HOP+ player by episode of a meeting ({' '.join(args.players)}, {board_name(args)}, "
+                f"{len(flat)} meetings, all seats)", rows)
+    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {results['second_half']['mean']:.3f} ± "
+          f"{results['second_half']['ci95']:.3f}. Everything is in {folder}")
+    return 0
+
+
+def watch(args):
+    """One episode in the terminal, step by step: the board, what each player believes, what its search
+    expects."""
+    args, saved = load_players(args)
+    table = seat_players(args, saved, 1, args.seed)
+    total, over = torch.zeros(len(args.players)), False
+    while not over:
+        seen = table.act(args.search)
+        print_position(table, seen)
+        out = table.play(seen, restart=False)
+        total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
+        if sys.stdin.isatty() and not over:
+            input("  (return for the next step) ")
+    print("\nreturns: " + ", ".join(f"{name} {value:g}" for name, value in zip(table.names, total.tolist())))
+    return 0
+
+
+@torch.no_grad()
+def print_position(table, seen):
+    """The board of the first game, and for each HOP+ player what it plays, what its search expects, what it
+    believes."""
+    game, moves = table.game, expectations(table, seen)[:, :, 0]
+    board, cells = game.board[:, 0].tolist(), game.cell[:, 0].tolist()
+    print(f"\nstep {int(game.clock[0])}, {int(game.deadline[0] - game.clock[0])} left")
+    for row in range(game.height):
+        line = []
+        for cell in range(row * game.width, (row + 1) * game.width):
+            here = "".join(str(player + 1) for player, place in enumerate(cells) if place == cell)
+            prey = "S" if board[cell] & STAG_BIT else "h" if board[cell] & HARE_BIT else ""
+            line.append("###" if not board[cell] else (prey + here or "."))
+        print("  " + " ".join(f"{text:^5}" for text in line))
+    for hop, seat in enumerate(table.hop_seats):
+        if cells[seat] == game.cells:
+            continue
+        print(f"  player {seat + 1} plays {ACTIONS[int(seen['actions'][0, seat])]}")
+        if seen["search"]:
+            q, visits = (seen["search"][key][hop, 0].tolist() for key in ("q", "visits"))
+            legal = table.views.mask(seen["x"][seat, 0]).nonzero()[:, 0].tolist()
+            print("    search expects: " + "; ".join(f"{ACTIONS[a]} Q {q[a]:.2f}, {visits[a]:.0f} visits, plays "
+                                                     f"{seen['improved'][hop, 0, a].exp():.0%}" for a in legal))
+        for other, who in enumerate(table.order[hop, 1:].tolist()):
+            if cells[who] < game.cells:
+                chance, action = moves[hop, other].topk(3)
+                text = ", ".join(f"{ACTIONS[a]} {c:.0%}" for c, a in zip(chance.tolist(), action.tolist()) if c > 0.005)
+                width = seen["logvar"].unflatten(0, moves.shape[:2])[hop, other, 0].mul(0.5).exp().mean()
+                spread = f" (spread of the goal believed: {width:.2f})" if table.args.goals == "latent" else ""
+                print(f"    believes of player {who + 1}: {text}{spread}")
+
+
+def load_policies(names, views):
+    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent that does not learn."""
+    policies = []
+    for name in names:
+        path, _, player = name.rpartition(":")
+        checkpoint = load_checkpoint(path, f"--players {name}")
+        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == SCRIPT else {}
+        if player not in learner_of:
+            there = ", ".join(learner_of) or "no policies"
+            raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
+        policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
+        (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
+        if (inputs, size) != (views.num_inputs, hidden_size):
+            raise Refused(f"--players {name}: a policy for views of {inputs} numbers of --hidden-size {size} "
+                          f"does not go with views of {views.num_inputs} and --hidden-size {hidden_size}")
+    agent = Agent(len(names), views, hidden_size, 0)
+    agent.load_state_dict({key: torch.stack([policy[key] for policy in policies]) for key in policies[0]})
+    return agent
+
+
+# ==================================================================================== views
+
+SIGHT = 3  # cells that a player sees exactly in each direction; further ones are at the rim of its window
+
+
+class Views:
+    """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
+
+    The facts of a view [K], in this order: what is on each cell; where each co-player is; the player's own
+    cell; everybody's previous action; which actions are legal; the step; the steps left. What is on a cell,
+    and who, is told by where that cell is from the player's own: in a window of 7 x 7 around it, at whose rim
+    stands what is further off. So the window has one size for every board, and "go there" looks the same
+    wherever the player stands.
+
+    Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
+    facts name (`FirstLayer`). The facts stand for the features [F] of a view, zeros but for a few: `meaning`.
+    """
+
+    def __init__(self, height, width, num_players, final_time, device="cpu"):
+        n, cells, sight = num_players, height * width, 2 * SIGHT + 1
+        self.num_players, self.cells = n, cells
+        # Facts: window [row, plane, column], previous action [player, action], nothing, cell, legal actions,
+        # step, steps left.
+        self.first_previous = sight * sight * (n + 2)
+        self.nothing = self.first_previous + n * NUM_ACTIONS
+        self.first_cell = self.nothing + 1
+        self.first_legal = self.first_cell + cells + 1
+        self.first_step = self.first_legal + (1 << NUM_ACTIONS)
+        self.first_left = self.first_step + final_time + 1
+        self.num_facts = self.first_left + final_time + 1
+
+        # Where a cell is from another one, as a fact of plane 0; cell C, of those that have left, is nowhere.
+        row, column = torch.arange(cells) // width, torch.arange(cells) % width
+        offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [own cell, other cell]
+        nowhere = 1 << 14
+        spot = F.pad(offset(row) * (n + 2) * sight + offset(column), (0, 1, 0, 1), value=nowhere)
+        # The plane of what is on a cell, by what is legal there; a cell holds one thing, or nothing.
+        bits = torch.arange(256)
+        plane = torch.full((256,), nowhere)
+        kinds = (bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0)
+        for number, those in enumerate(kinds, n - 1):
+            plane[those] = number * sight
+        self.spot, self.plane = spot.to(torch.int16).to(device), plane.to(torch.int16).to(device)
+        players = torch.arange(n)
+        self.order = ((players[:, None] + players) % n).to(device)  # [viewer, k-th after it]
+        self.co_player_plane = (players[:-1] * sight).to(torch.int16).to(device)
+        self.previous = (self.first_previous + players * NUM_ACTIONS).to(torch.int16).to(device)
+        self.action_bits = torch.arange(NUM_ACTIONS, device=device)
+
+        # Facts that stand for other features: one-hot row and column, legal actions, the clock from 0 to 1.
+        meaning = torch.zeros(self.num_facts - self.nothing, height + width + NUM_ACTIONS + 2)
+        own, legal = meaning[1:cells + 1], meaning[cells + 2:cells + 2 + (1 << NUM_ACTIONS)]
+        own[torch.arange(cells), row], own[torch.arange(cells), height + column] = 1, 1
+        legal[:, height + width:-2] = bits[:128, None] >> torch.arange(NUM_ACTIONS) & 1
+        time = torch.arange(final_time + 1) / final_time
+        meaning[self.first_step - self.nothing:self.first_left - self.nothing, -2] = time
+        meaning[self.first_left - self.nothing:, -1] = time
+        self.meaning = meaning.to(device)  # [fact after the plain ones, feature after the plain ones]
+        self.num_inputs = self.nothing + meaning.shape[1]
+
+    def look(self, state):
+        """The views of all players in a state, a dict of STATE: facts [N, B, K] (int16)."""
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        n, many = cell.shape
+        from_own = self.spot.index_select(0, cell.flatten()).view(n, many, -1)  # [N, B, C+1]
+        ground = self.plane.index_select(0, board[:-1].T.flatten().int()).view(many, -1) + from_own[..., :-1]
+        others = cell[self.order[:, 1:]].transpose(1, 2)  # [N, B, N-1]
+        others = from_own.gather(2, others) + self.co_player_plane
+        previous = state["previous"][self.order].transpose(1, 2) + self.previous
+        own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
+        clock = torch.stack([self.first_step + clock, self.first_left + state["deadline"] - clock], -1)
+        clock = clock.expand(n, -1, -1)
+        seen = torch.cat([ground, others], -1)
+        seen = torch.where((seen >= self.first_previous) | (seen < 0), self.nothing, seen)
+        return torch.cat([seen, own[..., :1].short(), previous, own[..., 1:].short(), clock.short()], -1)
+
+    def mask(self, x):
+        """Which actions are legal in views [..., K]: [..., 7]."""
+        return ((x[..., -3, None] - self.first_legal) >> self.action_bits & 1).bool()
+
+    def features(self, x):
+        """The features that the facts of views [..., K] stand for, each a count or a share: [..., F]."""
+        counts = torch.zeros(*x.shape[:-1], self.num_facts, device=x.device)
+        counts.scatter_add_(-1, x.long(), torch.ones_like(x, dtype=counts.dtype))
+        return torch.cat([counts[..., :self.nothing], counts[..., self.nothing:] @ self.meaning], -1)
+
+
+# ================================================================================= networks
+
+
+class SumRows(torch.autograd.Function):
+    """Adds up rows of L tables [L, R, D] that facts [L, M, K] name: [L, M, D].
+
+    Backwards it is the product with how often each row was named: on a CPU faster than embedding_bag's way.
+    """
+
+    @staticmethod
+    def forward(ctx, x, table):
+        ctx.save_for_backward(x)
+        ctx.num_rows = table.shape[1]
+        first = torch.arange(0, len(table) * ctx.num_rows, ctx.num_rows, dtype=torch.int32, device=x.device)
+        rows = (x + first[:, None, None]).flatten(0, 1)
+        return F.embedding_bag(rows, table.flatten(0, 1), mode="sum").unflatten(0, x.shape[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        answer = gradient.new_zeros(len(x), ctx.num_rows, gradient.shape[2])
+        # few rows at a time, to stay in the cache
+        counts = gradient.new_empty(len(x), min(x.shape[1], 128), ctx.num_rows)
+        for facts, part in zip(x.split(128, 1), gradient.split(128, 1)):
+            named = counts[:, :facts.shape[1]].zero_()
+            named.scatter_add_(2, facts.long(), gradient.new_ones(1).expand(facts.shape))
+            answer.baddbmm_(named.transpose(1, 2), part)
+        return None, answer
+
+
+def orthogonal(num_models, inputs, outputs, gain, seed):
+    """Stacked orthogonal weights [L, inputs, outputs]; a model's depend on the seed and its number alone."""
+    weight = torch.empty(num_models, inputs, outputs)
+    for model in range(num_models):
+        generator = torch.Generator().manual_seed(seed * 1000 + model)
+        nn.init.orthogonal_(weight[model], gain, generator=generator)
+    return nn.Parameter(weight)
+
+
+class Linear(nn.Module):
+    """L linear layers side by side: [L, M, inputs] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, inputs, outputs, gain, seed):
+        super().__init__()
+        self.weight = orthogonal(num_models, inputs, outputs, gain, seed)
+        self.bias = nn.Parameter(torch.zeros(num_models, 1, outputs))
+
+    def forward(self, x):
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class FirstLayer(Linear):
+    """L first layers side by side, from the facts of views: [L, M, K] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, views, outputs, seed):
+        super().__init__(num_models, views.num_inputs, outputs, math.sqrt(2), seed)
+        self.views = views
+
+    def table(self):
+        """What each fact adds to the outputs: [L, fact, outputs]."""
+        plain, told = self.weight[:, :self.views.nothing], self.weight[:, self.views.nothing:]
+        return torch.cat([plain, self.views.meaning @ told], 1)
+
+    def forward(self, x):
+        return SumRows.apply(x, self.table()) + self.bias
+
+
+def legal_log_softmax(logits, mask):
+    """Log-probabilities over legal actions [..., M, 7]; by columns, five times faster than by rows of 7."""
+    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
+    return columns.log_softmax(-2).transpose(-1, -2)
+
+
+class Agent(nn.Module):
+    """The policies and values of L learners as one stacked network: nothing is shared between them."""
+
+    def __init__(self, num_learners, views, hidden_size, seed):
+        super().__init__()
+        self.views = views
+        self.view = FirstLayer(num_learners, views, hidden_size, seed)
+        self.hidden = Linear(num_learners, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.actor = Linear(num_learners, hidden_size, NUM_ACTIONS, 0.01, seed)
+        self.critic = Linear(num_learners, hidden_size, 1, 1.0, seed)
+
+    def decide(self, first, mask):
+        """First layer's sums [L, M, hidden], legal actions [L, M, 7] -> what `forward` gives."""
+        hidden = torch.tanh(self.hidden(torch.tanh(first)))
+        return legal_log_softmax(self.actor(hidden), mask), self.critic(hidden).squeeze(-1)
+
+    def forward(self, x):
+        """Views [L, M, K] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
+        return self.decide(self.view(x), self.views.mask(x))
+
+
+class GoalPrior(nn.Module):
+    """The encoder of L VAEs: a view -> a goal, as mean and log-variance [L, M, G]."""
+
+    def __init__(self, num_models, views, vae_size, goal_dim, seed):
+        super().__init__()
+        self.view = FirstLayer(num_models, views, vae_size, seed)
+        self.hidden = Linear(num_models, vae_size, vae_size, math.sqrt(2), seed)
+        self.out = Linear(num_models, vae_size, 2 * goal_dim, 1.0, seed)
+
+    def forward(self, x):
+        mean, logvar = self.out(F.relu(self.hidden(F.relu(self.view(x))))).chunk(2, -1)
+        return mean, logvar.clamp(-10, 4)
+
+
+class OtherModel(nn.Module):
+    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
+    recognition from the past), and what it will do next, from its view and its goal (MOA).
+
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
+    probabilities for every view. The memory [P, B, H] holds their log-weights, to which each action seen adds
+    its log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear
+    recurrence (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the
+    present view. With `silent` all goals are 0. """
+
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
+        super().__init__()
+        self.views, self.silent = views, silent
+        self.view = FirstLayer(num_models, views, hidden_size, seed)
+        self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
+        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
+        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
+        self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
+        self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
+        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.action = Linear(num_models, hidden_size, NUM_ACTIONS, 0.01, seed)
+
+    def start(self, num):
+        """The memory of `num` players that were never seen: [P, num, H]."""
+        return self.prior.expand(-1, num, -1)
+
+    def look(self, x):
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
+        log-probabilities of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+        first = self.view(x)
+        hidden = F.relu(self.glance(F.relu(first)))
+        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
+        return first, hidden, logits.masked_fill(~self.views.mask(x).movedim(-1, 0)[..., None], -1e8).log_softmax(0)
+
+    def remember(self, memory, table, action, seen):
+        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] as `look` gives
+        it."""
+        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
+        after = torch.sigmoid(self.keep) * memory + likely
+        return torch.where(seen[..., None], after, memory)
+
+    def follow(self, memory, table, action, seen):
+        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
+        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
+        taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
+        keep, before = torch.sigmoid(self.keep), []
+        for t in range(taken.shape[1]):
+            before.append(memory)
+            memory = torch.where(seen[:, t, :, None], keep * memory + taken[:, t], memory)
+        before = torch.stack(before, 1)
+        return before, (before.log_softmax(-1) + taken).logsumexp(-1)
+
+    def read(self, memory, hidden):
+        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M,
+        G]."""
+        weights = memory.softmax(-1)
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
+        if self.silent:
+            return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
+        return mean, logvar.clamp(-10, 4)
+
+    def act(self, first, mask, which=slice(None)):
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
+        [P, M, 7]. which: the models that are asked, in this order"""
+        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
+        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
+
+
+class Policy(Agent):
+    """An Agent that is told the others' goals beside its view."""
+
+    def __init__(self, num_learners, views, hidden_size, num_goals, seed):
+        super().__init__(num_learners, views, hidden_size, seed)
+        self.goals = orthogonal(num_learners, num_goals, hidden_size, 0.5, seed)
+
+    def forward(self, x, told):
+        """Views [L, M, K], goals [L, M, (N-1) * G] -> log-probabilities of the actions [L, M, 7], values [L,
+        M]."""
+        return self.decide(self.view(x) + told @ self.goals, self.views.mask(x))
+
+
+class Networks(nn.Module):
+    """All networks of L HOP+ players, and what the warm-up leaves for all of them: the goal prior, and its
+    model of others, by which imagined strangers play; these two learn no more."""
+
+    def __init__(self, args, views, num_hops):
+        super().__init__()
+        others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
+        silent = args.goals == "zero"
+        self.policy = Policy(num_hops, views, size, others * dim, args.seed)
+        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1, silent)
+        self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
+        self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
+
+
+# ================================================================================= world model
+
+
+class Rules:
+    """The true rules as the model of a search or of imagined games: states in, states out, oneself first."""
+
+    def __init__(self, game):
+        self.scratch = game  # a game of its own, into which states are put to be played
+
+    def step(self, state, actions):
+        """Plays joint moves [N, B]. -> the next state, the first player's reward [B], and where its game is
+        over [B]"""
+        game = self.scratch
+        game.num_envs = len(state["clock"])
+        for name in STATE:
+            setattr(game, name, state[name])
+        out = game.advance(actions.T)
+        return game.state(), out["reward"][:, 0], out["ended"][:, 0]
+
+
+MOST_PLAYERS = 8  # a token has three bits for the number of others
+OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
+GONE = len(OFFSETS)  # a player's next place is one of the nine, or none
+CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how far the clock is told apart
+
+
+def tokens(cell, board, actions):
+    """All that the model sees of each player in a joint move [N, B], as one number: [N, B].
+
+    Three bits for its own action, seven for the legal actions of its cell, and three for each action: how
+    many others on the cell ask for it. The number means nothing for players that have left.
+    """
+    asks = 1 << 10 + 3 * actions.int()
+    small = cell.to(torch.uint8) if len(board) <= 256 else cell  # long rows of bytes are fast
+    others = ((small[:, None] == small) * asks[:, None]).sum(0, dtype=torch.int32) - asks
+    return others + (board.gather(0, cell).int() << 3) + actions.int()
+
+
+def what_is_left(cell, board):
+    """Who is there [N, B]; and whether anybody, any stag and any hare is [3, B]."""
+    own = cell < len(board) - 1
+    return own, torch.stack([own.any(0), (board & STAG_BIT).amax(0) > 0, board.amax(0) >= HARE_BIT])
+
+
+def perceptron(inputs, hidden, outputs):
+    """Two hidden layers. At the beginning no input has any weight: what proves useless stays without."""
+    net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                        nn.Linear(hidden, outputs))
+    nn.init.zeros_(net[0].weight)
+    return net
+
+
+def neighbours(height, width, device):
+    """The cell at each offset from each cell, C beyond the border: [C+1, 9]. Cell C, nowhere, has none."""
+    cells = torch.arange(height * width, device=device)
+    down, right = torch.tensor(OFFSETS, device=device).T
+    row, column = cells[:, None] // width + down, cells[:, None] % width + right
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    return F.pad(torch.where(inside, row * width + column, len(cells)), (0, 0, 0, 1), value=len(cells))
+
+
+def settle(reward, known):
+    """Rewards [...] as the nearest of those that training has shown (known [R], in order), where that is
+    within 4 % of the largest; others stay as they are."""
+    nearest = look_up(known, torch.bucketize(reward, (known[1:] + known[:-1]) / 2))
+    return torch.where((nearest - reward).abs() <= 0.04 * known.abs().max(), nearest, reward)
+
+
+def look_up(table, index):
+    """table[index] of a table of one dimension, the fastest way."""
+    return table.index_select(0, index.flatten()).view(index.shape)
+
+
+class WorldModel(nn.Module):
+    """What a joint move leads to, learned from play: one model for every board and every player.
+
+    Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
+    local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
+    what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
+    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
+    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
+    is learned, by three small networks:
+
+        local  token -> where the player goes; whether the stag and the hare of its cell stay
+        pay    token -> what the player earns, and what it gives to each player on another cell
+        end    who and what is left, the clock -> own game over, episode over
+    """
+
+    def __init__(self, hidden_size=64, rewards=(0.0, 1.0)):
+        """rewards: those that training has shown."""
+        super().__init__()
+        inputs = NUM_ACTIONS * (1 + 1 + MOST_PLAYERS - 1)
+        self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
+        self.pay = perceptron(inputs, hidden_size, 2)
+        self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
+        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
+        self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
+
+    def read(self, token):
+        """Tokens [K] -> logits of the next place [K, 10] and of stag and hare staying [K, 2]; what the player
+        earns and what it gives, in units of the largest reward [K, 2]."""
+        bit, token = torch.arange(NUM_ACTIONS, device=token.device), token[:, None]
+        others = token >> 10 + 3 * bit & 7  # [K, 7], as "at least 1, at least 2, ..."
+        others = others[..., None] > torch.arange(MOST_PLAYERS - 1, device=token.device)
+        x = torch.cat([token & 7 == bit, token >> 3 + bit & 1 > 0, others.flatten(1)], 1).float()
+        places, prey = self.local(x).split((GONE + 1, 2), 1)
+        return places, prey, self.pay(x)
+
+    def read_end(self, own, left, clock, steps_left):
+        """What is left after the move, own [N, B] and left [3, B], and the clock before it [B]
+        -> logits [N, B, 2]: own game over, episode over."""
+        level = torch.tensor(CLOCK_LEVELS, device=clock.device)
+        x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
+        return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
+
+    def earned(self, own, gift, cell, cells):
+        """What each player gets: its own earnings, and gifts of those on other cells. All are [N, B]."""
+        present = cell < cells
+        return (own + (gift * ((cell != cell[:, None]) & present)).sum(1)) * present
+
+    def shares(self, pay):
+        """pay of `read` [K, 2] in the game's units: own earnings [K], settled, and gifts [K], none where they
+        are less than 2 % of the largest reward."""
+        own, gift = (pay * self.scale).T.contiguous()
+        return settle(own, self.rewards), torch.where(gift.abs() < 0.02 * self.scale, 0.0, gift)
+
+    def loss(self, rows):
+        """The losses of rows of `record_step`, to be added up: dict of planes [N+3], reward, end.
+
+        Means over the players that are there. A token that occurs k times counts as sqrt(k) that occur once:
+        crowds are rare, and so are hunts that fail.
+        """
+        cell, board, n = rows["cell"], rows["board"], len(rows["cell"])
+        present, _ = what_is_left(cell, board)
+        token = tokens(cell, board, rows["actions"])
+        kinds, which, count = token.unique(return_inverse=True, return_counts=True)
+        places, prey, pay = self.read(kinds)  # each kind goes through the networks once
+        prey, pay = (x.index_select(0, which.flatten()).unflatten(0, which.shape) for x in (prey, pay))
+        weight = present / count[which].sqrt()
+        weight = weight / weight.sum()  # [N, B]
+
+        place = -look_up(places.log_softmax(1).flatten(), which * (GONE + 1) + rows["place"])
+        bits = torch.tensor([HUNT_STAG, HUNT_HARE], device=cell.device)
+        before, after = (x.gather(0, cell)[..., None] >> bits & 1 for x in (board, rows["next_board"]))
+        prey = F.binary_cross_entropy_with_logits(prey, after.float(), reduction="none") * before
+        planes = [(place * weight).sum(1), weight.new_zeros(1), (prey * weight[..., None]).sum((0, 1))]
+
+        egos = len(rows["reward"])  # all players, or the first alone
+        reward = self.earned(*pay.unbind(-1), cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
+        reward = (reward.square() * weight[:egos]).sum() / weight[:egos].sum()
+
+        end = self.read_end(*what_is_left(rows["next_cell"], rows["next_board"]), rows["clock"],
+                            rows["deadline"] - rows["clock"])[:egos]
+        target = torch.stack([rows["terminated"], rows["over"].expand(egos, -1)], -1).float()
+        end = F.binary_cross_entropy_with_logits(end, target, reduction="none").sum(-1)[present[:egos]].mean()
+        return {"planes": torch.cat(planes), "reward": reward, "end": end}
+
+    @torch.no_grad()
+    def shrink(self, size):
+        """Pulls the first weights of local and pay towards 0 by `size`: what does not matter falls silent, so
+        that mixtures of actions never met in training are mostly predicted right."""
+        for net in (self.local, self.pay):
+            net[0].weight.sub_(net[0].weight.clamp(-size, size))
+
+    @torch.no_grad()
+    def tabulate(self, height, width, num_players):
+        """The same model for one board, looked up instead of computed. -> WorldTables"""
+        return WorldTables(self, height, width, num_players)
+
+
+class WorldTables:
+    """A WorldModel's answers to every token that a board can hold: states in, states out, as a search asks.
+
+    A row is (multiset of the others' actions, prey and moves of the cell, own action); the last one is for
+    players that have left. A player goes where it is likeliest to go; prey is gone if anybody on its cell
+    says so.
+    """
+
+    def __init__(self, model, height, width, num_players):
+        if num_players > MOST_PLAYERS:
+            raise Refused(f"--num-players {num_players} is more than the {MOST_PLAYERS} of a world model")
+        device, n = model.rewards.device, num_players
+        self.cells, self.rewards = height * width, model.rewards
+        self.reach = F.pad(neighbours(height, width, device).T, (0, 0, 0, 1), value=self.cells).flatten()
+        token = self.tabulate_tokens(n, torch.arange(NUM_ACTIONS, device=device))
+        parts = [model.read(part) for part in token.split(1 << 15)]
+        places, prey, pay = (torch.cat(part) for part in zip(*parts))
+        absent = lambda table, value: F.pad(table, (0, 1), value=value)
+        self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
+        stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
+        self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
+        self.own, self.gift = (absent(table, 0.0) for table in model.shares(pay))
+        self.gives = bool(self.gift.any())
+
+        self.times = CLOCK_LEVELS[-1] + 1
+        number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left
+        left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
+        clock, steps_left = number // self.times % self.times, number % self.times
+        self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
+
+    def tabulate_tokens(self, n, actions):
+        """Tables that lead to the rows, and the token of each row: [rows]."""
+        sets = [members for others in range(n)
+                for members in itertools.combinations_with_replacement(range(NUM_ACTIONS), others)]
+        count = torch.tensor([[members.count(a) for a in range(NUM_ACTIONS)] for members in sets]).to(actions)
+        power = n**actions  # the powers of the others' actions add up to a number that tells the set
+        self.power = power.to(torch.int16 if n**NUM_ACTIONS < 2**15 else torch.int32)
+        ground = torch.arange(64, device=actions.device)  # moves, stag, hare
+        self.first = torch.zeros(n**NUM_ACTIONS, dtype=torch.int32, device=actions.device)
+        first = torch.arange(len(sets), dtype=torch.int32, device=actions.device) * (64 * NUM_ACTIONS)
+        self.first[(count * power).sum(1)] = first
+        legal = ground & 15 | STAY_BIT | ground >> 4 << HUNT_STAG
+        others = (count << 10 + 3 * actions).sum(1)
+        token = (others[:, None, None] + (legal << 3)[:, None] + actions).flatten()
+        self.absent = len(token)
+        return token
+
+    def step(self, state, actions):
+        """A joint move [N, B], ego first. -> the next state, the ego's reward [B], and where its own game or
+        the episode is over [B]"""
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        power = look_up(self.power, actions.int())
+        others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
+        ground = (legal & 15) + (legal >> HUNT_STAG << 4)
+        row = look_up(self.first, others.int()) + ground.int() * NUM_ACTIONS + actions.int()
+        row = torch.where(small < self.cells, row, self.absent)
+
+        reward = look_up(self.own, row[0])
+        if self.gives:
+            given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
+            reward = settle(reward + given * (small[0] < self.cells), self.rewards)
+        board = board.scatter_reduce(0, cell, legal & look_up(self.kept, row), "amin")
+        cell = look_up(self.reach, look_up(self.place, row) + cell)
+
+        own, left = what_is_left(cell, board)
+        number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
+        for time in (clock, state["deadline"] - clock):
+            number = number * self.times + time.clamp(0, self.times - 1)
+        over = look_up(self.over, number)
+        return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
+                "deadline": state["deadline"]}, reward, over
+
+
+# ======================================================================================== game
 
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 NUM_ACTIONS = len(ACTIONS)
@@ -262,6 +2503,7 @@ STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
 # What one may do on a cell is a set of actions, kept as a byte: bit a is set where action a is legal.
 STAY_BIT, STAG_BIT, HARE_BIT = 1 << STAY, 1 << HUNT_STAG, 1 << HUNT_HARE
 GEOGRAPHY_BITS = STAG_BIT - 1  # the four moves and staying: what is left of a cell without its prey
+STATE = ("cell", "board", "previous", "clock", "deadline")  # a position of the game, see BatchedStagHunt
 
 # Straight tromino, corner tromino, straight tetromino, L tetromino: (row, column) of each cell.
 BLOCK_SHAPES = (
@@ -270,204 +2512,171 @@ BLOCK_SHAPES = (
     ((0, 0), (0, 1), (0, 2), (0, 3)),
     ((0, 0), (1, 0), (2, 0), (2, 1)),
 )
+FAR = 1000  # a path of this many steps or more does not exist
 
 
-def turned_blocks():
-    """Every block shape in its four turns, corner at (0, 0): [shape * turn, 4 cells, (row, column)]."""
-    table = []
-    for shape in BLOCK_SHAPES:
-        for _ in range(4):
+def tabulate_blocks(height, width):
+    """The cells that an obstacle covers, by shape, turn and place: [16 C, C]; none where it sticks out."""
+    table = torch.zeros(len(BLOCK_SHAPES), 4, height * width, height, width, dtype=torch.bool)
+    for number, shape in enumerate(BLOCK_SHAPES):
+        for turn in range(4):
             shape = [(column, -row) for row, column in shape]
-            top, left = min(r for r, _ in shape), min(c for _, c in shape)
-            shape = [(r - top, c - left) for r, c in shape]
-            table.append(shape + shape[-1:] * (4 - len(shape)))  # a tromino names its last cell twice
-    return torch.tensor(table)
+            rows, columns = (torch.tensor(line) - min(line) for line in zip(*shape))
+            for place in range(height * width):
+                row, column = place // width + rows, place % width + columns
+                if row.max() < height and column.max() < width:
+                    table[number, turn, place, row, column] = True
+    return table.flatten(0, 2).flatten(1)
 
 
-def check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                stag_hunters, time_reward, strengths):
-    """Refuse a game that cannot be played, with one line that names the arguments and their values."""
-    largest = 1e30  # far inside the range of float32, so that no reward can overflow
-    for flag, value, least in (("--height", height, 1), ("--width", width, 1), ("--num-players", num_players, 1),
-                               ("--stags", stags, 0), ("--hares", hares, 0), ("--max-blocks", max_blocks, 0),
-                               ("--final-time", final_time, 1), ("--stag-hunters", stag_hunters, 1)):
-        if not hasattr(value, "__index__"):
-            raise Refused(f"{flag} {value!r} must be a whole number")
-        if value < least:
-            raise Refused(f"{flag} {value} must be at least {least}")
-    for flag, value, least in (("--stag-reward", stag_reward, 0), ("--hare-reward", hare_reward, 0),
-                               ("--time-reward", time_reward, -largest)):
-        if not hasattr(value, "__float__") or not least <= value <= largest:  # nan fails every comparison
-            raise Refused(f"{flag} {value!r} must be a finite number from {least:g} to {largest:g}")
-    if strengths is not None:
-        if not hasattr(strengths, "__len__") or len(strengths) != num_players:
-            raise Refused(f"--strengths {strengths!r} must be {num_players} numbers, one for each of "
-                             f"--num-players {num_players}")
-        for strength in strengths:
-            if not hasattr(strength, "__float__") or not 1 / largest <= strength <= largest:
-                raise Refused(f"--strengths {strengths!r} must be positive and finite numbers, "
-                                 f"but one of them is {strength!r}")
-    if stags + hares == 0:
-        raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
-    if stags > 0 and num_players < stag_hunters:
-        raise Refused(f"--num-players {num_players} can never catch a stag that needs --stag-hunters "
-                         f"{stag_hunters}: play with more players or with --stags 0")
-    cells, pieces = height * width - 4 * max_blocks, num_players + stags + hares
-    if cells < pieces:
-        raise Refused(f"--height {height} x --width {width} minus 4 cells for each of --max-blocks {max_blocks} "
-                         f"leaves {cells} cells for {pieces} pieces ({num_players} players, {stags} stags, "
-                         f"{hares} hares)")
+def path_lengths(free, targets, height, width):
+    """Steps from each cell to the nearest target around the obstacles, or FAR: all are [C, B]."""
+    free = free.view(height, width, -1)
+    length = torch.where(targets.view_as(free), 0, FAR).to(torch.int16)
+    while True:
+        near = F.pad(length, (0, 0, 1, 1, 1, 1), value=FAR)
+        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
+                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
+        shorter = torch.where(free, torch.minimum(length, near + 1), FAR)
+        if torch.equal(shorter, length):
+            return length.flatten(0, 1)
+        length = shorter
 
 
-class BatchedStagHunt:
-    """Many stag hunts at once, each tensor running over (environment, player).
+class BatchedStagHunt(Saved):
+    """Many stag hunts at once, played by the rules of `envs/stag_hunt.py`.
 
-    The rules are those of `envs/stag_hunt.py`: hunts are settled where the players stood, then all move;
-    a caught prey and its hunters leave at once; an illegal action is played, and recorded, as stay.
+    Hunts are settled where the players stood, then all move. A caught prey and its hunters leave at once. An
+    illegal action is played, and recorded, as stay. Where the games stand (STATE):
 
-    Inside, the environment is the last dimension, so that every operation runs over long rows; what is
-    handed out is turned round to [environment, player, ...] as a view.
+        cell      [N, B]    where each player stands; C once it has left
+        board     [C+1, B]  the legal actions on each cell, as bits: none on an obstacle, hunting where there
+                            is prey. The last row is for those that have left, who may only stay
+        previous  [N, B]    the last action as it was played
+        clock     [B]       steps played
+        deadline  [B]       the step at which the clock ends the episode
 
-        cell      [N, B]      where each player stands; H*W once it has left
-        board     [H*W+1, B]  the actions that are legal on each cell, as bits; 0 on an obstacle. The prey
-                              is told by its hunting bit, and the last row, for those that left, is "stay"
-        previous  [N, B]      the last action as it was played
-        clock     [B]         steps played
-        deadline  [B]         the step at which the clock ends the episode
+    These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
+    operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
 
-    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0, final_time=35,
-                 stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0, strengths=None,
-                 prosocial=False, dynamic_final_time=False, device="cpu", seed=0, dtype=torch.uint8):
-        check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                    stag_hunters, time_reward, strengths)
-        if num_envs < 1:
-            raise Refused(f"--num-envs {num_envs} must be at least 1")
-        if num_players > 16:
-            raise Refused(f"--num-players {num_players} is more than the 16 that the batched game can hold")
-        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
-        self.cells, self.stags, self.hares, self.max_blocks = height * width, stags, hares, max_blocks
-        self.final_time, self.prosocial, self.dynamic_final_time = final_time, prosocial, dynamic_final_time
-        self.device, self.dtype = torch.device(device), dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
-        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=self.device)
-        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=self.device)
-        # 420 numbers can be shared out evenly among 1, 2, ... 7 legal actions: [bits * 420 + number] -> action.
-        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
-        self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
-                                   device=self.device)
-        self.blocks = turned_blocks().to(self.device)
-        self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
+    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
+                 final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
+                 strengths=None, prosocial=False, dynamic_final_time=False, device="cpu", seed=0,
+                 dtype=torch.uint8):
+        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
+        self.stags, self.hares, self.max_blocks, self.final_time = stags, hares, max_blocks, final_time
+        self.stag_reward, self.hare_reward, self.stag_hunters = stag_reward, hare_reward, stag_hunters
+        self.time_reward, self.strengths, self.prosocial = time_reward, strengths, prosocial
+        self.dynamic_final_time, self.device, self.dtype = dynamic_final_time, torch.device(device), dtype
+        self.check()
+        self.cells = height * width
+        self.generator = seeded(seed, "game", device)
+        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=device)
+        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=device)
+        self.blocks = tabulate_blocks(height, width).to(device) if max_blocks else None
+        self.tabulate_catches()
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
-        self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
-        self.board = torch.empty(self.cells + 1, num_envs, dtype=torch.uint8, device=self.device)
-        self.previous = torch.empty(num_players, num_envs, dtype=torch.uint8, device=self.device)
-        self.clock = torch.empty(num_envs, dtype=torch.int64, device=self.device)
-        self.deadline = torch.empty(num_envs, dtype=torch.int64, device=self.device)
+        self.cell = torch.zeros(num_players, num_envs, dtype=torch.int64, device=device)
+        self.board = torch.zeros(self.cells + 1, num_envs, dtype=torch.uint8, device=device)
+        self.previous = torch.zeros(num_players, num_envs, dtype=torch.uint8, device=device)
+        self.clock, self.deadline = self.cell[0], self.cell[0]
         self.reset()
 
-    def _tabulate_catches(self, stag_reward, hare_reward, stag_hunters, time_reward, strengths):
+    def check(self):
+        """Refuses a game that cannot be played."""
+        largest, n = 1e30, self.num_players  # far inside the range of float32, so that no reward can overflow
+        check_ranges(self, (
+            (1, math.inf, ("num_envs", "height", "width", "final_time", "stag_hunters")),
+            (1, 16, ("num_players",)), (0, math.inf, ("stags", "hares", "max_blocks")),
+            (0, largest, ("stag_reward", "hare_reward")), (-largest, largest, ("time_reward",)),
+        ))
+        strengths = [1] * n if self.strengths is None else self.strengths
+        if len(strengths) != n or not all(1 / largest <= strength <= largest for strength in strengths):
+            raise Refused(f"--strengths {strengths} must be {n} positive and finite numbers, one a player")
+        if self.stags + self.hares == 0:
+            raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
+        if self.stags and n < self.stag_hunters:
+            raise Refused(f"--num-players {n} can never catch a stag that needs --stag-hunters "
+                          f"{self.stag_hunters}: play with more players or with --stags 0")
+        cells, pieces = self.height * self.width - 4 * self.max_blocks, n + self.stags + self.hares
+        if cells < pieces:
+            raise Refused(f"--height {self.height} x --width {self.width} minus 4 cells for each of "
+                          f"--max-blocks {self.max_blocks} leaves {cells} cells for {pieces} pieces")
+
+    def tabulate_catches(self):
         """Tables of what each set of hunters on a cell catches and earns.
 
-        A set of players is a number with a bit for each. Sums are taken in double precision over values
-        rounded to single, which is exact, so the order of the players cannot show even in the last bit.
+        A set of players is a number with a bit for each. Sums are in double precision, over values rounded to
+        single: so they are exact, and the order of the players cannot show even in the last bit.
         """
-        n = self.num_players
-        strength = torch.tensor([1.0] * n if strengths is None else list(strengths), dtype=torch.float32).double()
-        sets = torch.arange(1 << n)
-        member = (sets >> torch.arange(n)[:, None] & 1).double()  # [player, set]
+        n, players = self.num_players, torch.arange(self.num_players)
+        strength = torch.tensor(self.strengths or [1.0] * n).float().double()[:, None]
+        member = (torch.arange(1 << n) >> players[:, None] & 1).double()  # [player, set]
         count = member.sum(0)
-        stag = member * stag_reward * strength[:, None] / (member * strength[:, None]).sum(0).clamp(min=1e-300)
-        stag = torch.where(count >= stag_hunters, stag, 0.0)
-        hare = member * hare_reward / count.clamp(min=1)
-        share = torch.stack([stag, hare], 1).float().double() + time_reward  # [player, prey, set]
-        caught = torch.stack([count >= stag_hunters, count >= 1])  # [prey, set]
-        code = torch.uint8 if n <= 8 else torch.int32
-        self.member_bit = (1 << torch.arange(n)).to(code).to(self.device)[:, None]
+        stag = self.stag_reward * member * strength / (member * strength).sum(0).clamp(min=1e-300)
+        stag = torch.where(count >= self.stag_hunters, stag, 0.0)
+        hare = self.hare_reward * member / count.clamp(min=1)
+        share = torch.stack([stag, hare], 1).float().double() + self.time_reward  # [player, prey, set]
         self.share = share.float().flatten().to(self.device)
-        self.share_offset = (torch.arange(n, dtype=torch.int32) << (n + 1))[:, None].to(self.device)
-        self.caught = caught.flatten().to(self.device)
+        self.caught = torch.cat([count >= self.stag_hunters, count >= 1]).to(self.device)  # [prey and set]
+        code = torch.uint8 if n <= 8 else torch.int32
+        self.member_bit = (1 << players).to(code).to(self.device)[:, None]
+        self.share_offset = (players << (n + 1)).int().to(self.device)[:, None]
 
     # ------------------------------------------------------------------------ drawing new boards
 
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, C]. A piece that would overlap or stick out is left out."""
+        free = torch.ones(n, self.cells, dtype=torch.bool, device=self.device)
+        cut = torch.arange(n if self.max_blocks else 0, device=self.device)
+        while len(cut):  # free cells must hang together: a draw that cuts the board is thrown away whole
+            new = torch.ones(len(cut), self.cells, dtype=torch.bool, device=self.device)
+            for _ in range(self.max_blocks):
+                piece = self.blocks[torch.randint(len(self.blocks), (len(cut),), generator=self.generator,
+                                                  device=self.device)]
+                new &= ~(piece & (new | ~piece).all(1, keepdim=True))
+            free[cut] = new
+            somewhere = F.one_hot(new.int().argmax(1), self.cells)
+            length = path_lengths(new.T, somewhere.T > 0, self.height, self.width)
+            cut = cut[((length >= FAR) & new.T).any(0)]
+        return free
+
     def draw_boards(self, n):
-        """Draws n starts: prey and players on distinct free cells, uniformly. -> cell [N, n], board [H*W+1, n]"""
+        """Draws n starts, prey and players on distinct free cells, uniformly: cell [N, n], board [C+1, n]."""
         free = self.draw_free(n)
         pieces = self.num_players + self.stags + self.hares
-        keys = torch.rand(n, self.cells, generator=self.generator, device=self.device)
-        spot = keys.masked_fill_(~free.flatten(1), -1.0).topk(pieces, -1).indices  # [n, piece]
-        padded = torch.nn.functional.pad(free, (1, 1, 1, 1))
-        board = torch.full((n, self.height, self.width), STAY_BIT, dtype=torch.uint8, device=self.device)
-        board |= padded[:, :-2, 1:-1].to(torch.uint8) << 0
-        board |= padded[:, 2:, 1:-1].to(torch.uint8) << 1
-        board |= padded[:, 1:-1, :-2].to(torch.uint8) << 2
-        board |= padded[:, 1:-1, 2:].to(torch.uint8) << 3
-        board = (board * free).flatten(1)
-        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares, dtype=torch.uint8, device=self.device)
+        number = torch.rand(n, self.cells, generator=self.generator, device=self.device)
+        spot = number.masked_fill(~free, -1.0).topk(pieces, -1).indices  # [n, piece]
+        around = F.pad(free.view(n, self.height, self.width).to(torch.uint8), (1, 1, 1, 1))
+        board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+                 | around[:, 1:-1, 2:] << 3 | STAY_BIT).flatten(1) * free
+        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares).to(board)
         board.scatter_add_(1, spot[:, self.num_players:], prey.expand(n, -1))
-        board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
+        board = F.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def place_blocks(self, free):
-        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
-        n = len(free)
-        for _ in range(self.max_blocks):
-            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
-            place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
-            column = place % self.width + self.blocks[shape, :, 1]
-            inside = (row < self.height) & (column < self.width)
-            spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            empty = free.flatten(1).gather(1, spot)
-            fits = (inside & empty).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
-        return free
-
-    def cut_boards(self, free):
-        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
-        reached = torch.zeros_like(free).flatten(1)
-        reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
-        reached = reached.view_as(free)
-        while True:  # flood from the first free cell
-            wider = reached.clone()
-            wider[:, 1:] |= reached[:, :-1]
-            wider[:, :-1] |= reached[:, 1:]
-            wider[:, :, 1:] |= reached[:, :, :-1]
-            wider[:, :, :-1] |= reached[:, :, 1:]
-            wider &= free
-            if torch.equal(wider, reached):
-                return (reached != free).flatten(1).any(1)
-            reached = wider
-
-    def draw_free(self, n):
-        """Draws the free cells of n boards: [n, H, W]."""
-        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
-        if not self.max_blocks:
-            return free
-        cut = self.cut_boards(free).nonzero()[:, 0]
-        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
-            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
-            free[cut] = self.place_blocks(again)
-            cut = cut[self.cut_boards(free[cut])]
-        return free
-
     def reset(self, which=None):
-        """Starts new episodes where `which` [B] says so (everywhere by default) and returns the observation."""
+        """Starts new episodes where `which` [B] says so, everywhere by default."""
         which = torch.arange(self.num_envs, device=self.device) if which is None else which.nonzero()[:, 0]
-        start, n = self.pool_next, len(which)
-        if start + n > self.pool_size:  # boards are drawn in bulk and each is used once
+        if self.pool_next + len(which) > self.pool_size:  # boards are drawn in bulk and each is used once
             self.pool_cell, self.pool_board = self.draw_boards(self.pool_size)
-            start = 0
-        self.pool_next = start + n
-        self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
-        self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
+            self.pool_next = 0
+        pool = slice(self.pool_next, self.pool_next + len(which))
+        self.pool_next = pool.stop
+        self.cell = self.cell.index_copy(1, which, self.pool_cell[:, pool])
+        self.board = self.board.index_copy(1, which, self.pool_board[:, pool])
         self.previous = self.previous.index_fill(1, which, STAY)
         self.clock = self.clock.index_fill(0, which, 0)
         self.deadline = self.deadline.index_fill(0, which, self.final_time)
-        return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
+
+    def state(self):
+        """Where the games stand: the tensors of STATE as they are."""
+        return {name: getattr(self, name) for name in STATE}
 
     def legal_bits(self):
         """The legal actions of each player as bits: [N, B]."""
@@ -476,27 +2685,28 @@ class BatchedStagHunt:
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward [B, N], action as played [B, N], present when the step began [B, N], left in this
-        step [B, N], still here after it [B, N], terminated [B] and truncated [B] (the episode).
+        -> dict of reward, action as played, present when the step began, left in this step, here after it,
+        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
+        terminated, truncated, over (the episode): each [B].
         """
         bits = self.legal_bits()
-        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)  # [N, B]
-        action = torch.where((bits >> action & 1).bool(), action, STAY)
+        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
+        action = torch.where((bits >> action & 1).bool(), action, STAY)  # [N, B]
         present = self.cell < self.cells
 
-        # Hunts, settled where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
+        # Hunts, where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
         hunting = action >= HUNT_STAG
-        # Up to 256 cells fit a byte, with room for "has left"; long rows of bytes are what is fast here.
-        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)  # long rows of bytes are fast
         together = cell[:, None] == cell  # [j, i, B]
-        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=self.member_bit.dtype)  # a set, [i, B]
-        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()
+        code = self.member_bit.dtype
+        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=code)  # a set, [i, B]
+        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()  # prey and set [N, B]
         caught = self.caught.index_select(0, case.view(-1)).view_as(case)  # the prey on my cell, by whomever
         reward = self.share.index_select(0, (case + self.share_offset).view(-1)).view_as(case) * present
         if self.prosocial:
             reward = (reward.double().sum(0) / self.num_players).float() * present
         left = caught & hunting
-        self.board.scatter_(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
+        self.board = self.board.scatter(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
 
         step = self.moves.index_select(0, action.view(-1).int()).view_as(self.cell)
         self.cell = torch.where(left, self.cells, self.cell + step)
@@ -507,22 +2717,10 @@ class BatchedStagHunt:
             self.deadline = torch.minimum(self.deadline, after_catch)
         here = self.cell < self.cells
         terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        truncated = (self.clock >= self.deadline) & ~terminated
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
-                "here": here.T, "terminated": terminated, "truncated": truncated}
-
-    def step(self, actions):
-        """Plays one joint move [B, N] and begins new episodes where one ended.
-
-        -> observation, reward [B, N], terminated [B, N], truncated [B, N], info. Where the episode ended, the
-        observation is the first of the next one. A player's game is terminated in the step in which it
-        leaves or the episode terminates; once it has left, all is 0 for it until the next episode.
-        """
-        out = self.advance(actions)
-        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
-        truncated = out["truncated"][:, None] & out["here"]
-        out["over"] = out["terminated"] | out["truncated"]
-        return self.reset(out["over"]), out["reward"], terminated, truncated, out
+        over = terminated | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
+                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
+                "over": over}
 
     def observe(self):
         """What each player sees, itself first: the dict of the PettingZoo game with [B, N] in front."""
@@ -539,37 +2737,9 @@ class BatchedStagHunt:
         planes[:, n + 2] = ground >> HUNT_HARE
         mask = (self.legal_bits()[:, None] >> self.action_bits[:, None]) & 1  # [N, 7, B]
         previous = torch.cat([self.previous, self.previous[:-1]]).unfold(0, n, 1)  # [N, B, N]
-        return {
-            "observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
-            "action_mask": mask.view(torch.bool).permute(2, 0, 1),
-            "actions": previous.transpose(0, 1),
-            "step": self.clock,
-            "steps_left": self.deadline - self.clock,
-        }
-
-    def random_actions(self):
-        """Uniformly drawn legal actions [B, N]."""
-        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32, device=self.device)
-        index = self.legal_bits().int() * 420 + number
-        return self.choice.index_select(0, index.view(-1)).view_as(index).T
-
-    # -------------------------------------------------------------------------------------- state
-
-    def get_state(self):
-        """All that the future depends on, as a dict of copies; the environment first in each tensor."""
-        return {"cell": self.cell.T.clone(), "board": self.board.T.clone(), "previous": self.previous.T.clone(),
-                "clock": self.clock.clone(), "deadline": self.deadline.clone(),
-                "pool": (self.pool_cell.clone(), self.pool_board.clone(), self.pool_next),
-                "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
-        for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
-        self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
-        if "pool" in state:
-            self.pool_cell, self.pool_board, self.pool_next = state["pool"]
-            self.generator.set_state(state["generator"])
+        return {"observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
+                "action_mask": mask.view(torch.bool).permute(2, 0, 1), "actions": previous.transpose(0, 1),
+                "step": self.clock, "steps_left": self.deadline - self.clock}
 
 
 # ===================================================================================== players
@@ -588,39 +2758,25 @@ RULES = {
     "switch-ns-nh": (FOREVER, False, 0.0, True),
     "switch-nh-ns": (0, False, 0.0, True),
 }
-PLAYER_NAMES = "random, ns, nh, nsh, patient-K (such as patient-28), noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns"
 
 
 def player_rule(name):
-    """The row of RULES for a rule-based player's name; None where it is no such name."""
+    """The row of RULES for the name of a rule-based player."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
-    return RULES.get(name)
-
-
-def path_lengths(board, targets, height, width):
-    """Steps from each cell to the nearest target around the obstacles: [H*W, B]; 1000 and more where there is none."""
-    far = 1000
-    free = (board[:height * width] != 0).view(height, width, -1)
-    length = torch.where(targets.view_as(free), 0, far).to(torch.int16)
-    while True:
-        near = torch.nn.functional.pad(length, (0, 0, 1, 1, 1, 1), value=far)
-        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
-                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
-        shorter = torch.where(free, torch.minimum(length, near + 1), far)
-        if torch.equal(shorter, length):
-            return length.flatten(0, 1)
-        length = shorter
+    if name not in RULES:
+        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+                      "patient-28), mix:A,B and file.py:Class")
+    return RULES[name]
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities of a player that seeks the nearest prey of one kind, in every seat: [7, N, B]."""
-    here = game.board[:game.cells]
+    """The action probabilities in each seat, [7, N, B], of a player that seeks the nearest prey of a kind."""
+    here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
-    length = path_lengths(game.board, targets, game.height, game.width)
-    length = torch.nn.functional.pad(length, (0, 0, 0, 1), value=0)  # those that have left
-    bits = game.legal_bits()
+    length = path_lengths(here != 0, targets, game.height, game.width)
+    length = F.pad(length, (0, 0, 0, 1), value=0)  # those that have left
     beyond = (game.cell + game.moves[:4, None, None]).clamp(0, game.cells)  # [4, N, B]
     shorter = length.gather(0, beyond.flatten(0, 1)).view_as(beyond) < length.gather(0, game.cell)
     legal = bits >> game.action_bits[:, None, None] & 1  # [7, N, B]
@@ -643,7 +2799,8 @@ def rule_probabilities(game, rule, second_half):
     stag_left = (game.board & STAG_BIT).amax(0) != 0
     seeks_stag = (game.clock < until) ^ (swaps.bool() & second_half)
     seeks_stag &= stag_left | ~falls_back.bool()
-    goal = torch.where(seeks_stag, seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT))
+    to_stag, to_hare = seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT)
+    goal = torch.where(seeks_stag, to_stag, to_hare)
     legal = (game.legal_bits() >> game.action_bits[:, None, None] & 1).float()
     return ((1 - noise) * goal + noise * (legal / legal.sum(0))).permute(2, 1, 0)
 
@@ -655,46 +2812,23 @@ def sample_actions(probabilities, generator):
     return (total <= number * total[..., -1:]).sum(-1)
 
 
-def load_player_class(name):
-    """Loads the class named by `file.py:Class` from a user's own file."""
-    path, _, class_name = name.rpartition(":")
-    if not os.path.isfile(path):
-        raise Refused(f"--players {name}: there is no file {path}")
-    spec = importlib.util.spec_from_file_location(f"player_file_{os.path.abspath(path)}", path)
-    if spec is None:
-        raise Refused(f"--players {name}: {path} is no Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # before it runs: dataclasses look their module up
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise Refused(f"--players {name}: {path} does not run: {type(error).__name__}: {error}") from error
-    if not isinstance(getattr(module, class_name, None), type):
-        raise Refused(f"--players {name}: {path} has no class {class_name}")
-    if not callable(getattr(module, class_name)) or not hasattr(getattr(module, class_name), "act"):
-        raise Refused(f"--players {name}: class {class_name} has no method act(observation, action_mask, step, "
-                         "generator)")
-    return getattr(module, class_name)
-
-
 class UserPlayer:
-    """A player from the user's own file in one seat, asked in batches and checked at every answer."""
+    """A player from the user's own file, `file.py:Class`, asked in batches and checked at every answer."""
 
     def __init__(self, name, game):
-        player_class = load_player_class(name)
-        try:
-            self.player = player_class()
-        except Exception as error:
-            raise Refused(f"--players {name}: {player_class.__name__}() fails: {error}") from error
         self.name = name
-        probe = game.observe()  # a wrong answer shows before anything has been written
-        try:
+        path, _, class_name = name.rpartition(":")
+        try:  # what is wrong with it shows here, before anything has been written
+            player_class = runpy.run_path(path).get(class_name)
+            if not hasattr(player_class, "act"):
+                raise TypeError(f"no class {class_name} with act(observation, action_mask, step, generator)")
+            self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
-            self.act(probe, 0, torch.Generator(game.device).manual_seed(0))
+            self.act(game.observe(), 0, seeded(0, name, game.device))
         except Refused:
             raise
         except Exception as error:
-            raise Refused(f"--players {name}: fails in its first answer: {type(error).__name__}: {error}") from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -702,79 +2836,228 @@ class UserPlayer:
 
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
+        step = observation["step"]
         action = self.player.act(observation["observation"][:, seat], observation["action_mask"][:, seat],
-                                 observation["step"], generator)
-        expected = (len(observation["step"]),)
-        if not isinstance(action, torch.Tensor) or action.shape != expected:
-            shape = tuple(action.shape) if isinstance(action, torch.Tensor) else type(action).__name__
-            raise Refused(f"--players {self.name}: act returned {shape}, not a tensor of shape {expected}")
-        if action.dtype.is_floating_point or action.dtype.is_complex or action.dtype == torch.bool:
-            raise Refused(f"--players {self.name}: act returned {action.dtype}, not a tensor of integers")
+                                 step, generator)
+        got = type(action).__name__
+        if isinstance(action, torch.Tensor):
+            got = f"{action.dtype} {list(action.shape)}"
+        if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
+            raise Refused(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         return action
 
 
-class Lineup:
+class Lineup(Saved):
     """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
+
+    saved = ("kind", "episode", "generator")
 
     def __init__(self, names, game, seed=0, episodes=1):
         if len(names) != game.num_players:
-            raise Refused(f"--players names {len(names)} players, but the game has --num-players {game.num_players}")
+            raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
-        self.generator = torch.Generator(game.device).manual_seed(seed)
-        self.users, mixes = {}, []
-        for seat, name in enumerate(self.names):
-            is_mix = (name or "").startswith("mix:")
-            mixes.append(name[4:].split(",") if is_mix else [name])
-            if name is not None and ":" in name and not is_mix:
-                self.users[seat] = UserPlayer(name, game)
-                mixes[-1] = [None]
-        rules = []
-        for name in [name for mix in mixes for name in mix]:
-            rule = player_rule("random" if name is None else name)
-            if rule is None:
-                raise Refused(f"--players {name!r} is not known; there are {PLAYER_NAMES}, mix:A,B and file.py:Class")
-            rules.append(rule)
+        self.generator = seeded(seed, "lineup", game.device)
+        is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
+        self.known = torch.tensor(is_rule, device=game.device)
+        self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
+                      if name is not None and not is_rule[seat]}
+        mixes = [name.removeprefix("mix:").split(",") if rule else ["random"]
+                 for name, rule in zip(names, is_rule)]
         self.kinds = [name for mix in mixes for name in mix]  # one for each member of each seat's mix
-        self.rules = torch.tensor(rules, device=game.device, dtype=torch.float64)  # [kind, 4]; exact up to FOREVER
-        sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
-        self.sizes, self.first = sizes, sizes.cumsum(0) - sizes
+        self.rules = torch.tensor([player_rule(name) for name in self.kinds], device=game.device)  # [kind, 4]
+        self.sizes = torch.tensor([len(mix) for mix in mixes], device=game.device)
+        self.first = self.sizes.cumsum(0) - self.sizes
         self.kind = torch.zeros(game.num_envs, game.num_players, dtype=torch.int64, device=game.device)
         self.episode = torch.full((game.num_envs,), -1, device=game.device)
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
         """Begins an episode where `which` [B] says so: mixes are drawn anew."""
-        self.episode += which
-        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device, dtype=torch.float64)
-        drawn = self.first + (number * self.sizes).long()
+        self.episode = self.episode + which
+        number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
+        drawn = self.first + (number.double() * self.sizes).long()
         self.kind = torch.where(which[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 
     def probabilities(self, game):
-        """The exact action probabilities [B, N, 7] of the rule-based seats; uniform over legal actions elsewhere."""
+        """The exact action probabilities [B, N, 7] of the seats that are `known`; uniform for the others."""
         second_half = 2 * (self.episode % self.episodes) >= self.episodes
-        return rule_probabilities(game, self.rules[self.kind].float(), second_half)
+        return rule_probabilities(game, self.rules[self.kind], second_half)
 
-    def act(self, game, observation):
+    def act(self, game):
         """The actions [B, N] of all seats; the caller puts its own into those that are left to it."""
-        if all(name is None for name in self.names):
-            return torch.full_like(self.kind, STAY)
-        actions = sample_actions(self.probabilities(game), self.generator)
+        actions = torch.full_like(self.kind, STAY)
+        if self.known.any():
+            actions = sample_actions(self.probabilities(game), self.generator)
+        if self.users:
+            observation = game.observe()
         for seat, player in self.users.items():
             actions[:, seat] = player.act(observation, seat, self.generator)
         return actions
 
-    def get_state(self):
-        return {"kind": self.kind.clone(), "episode": self.episode.clone(), "generator": self.generator.get_state()}
 
-    def set_state(self, state):
-        self.kind, self.episode = state["kind"].clone(), state["episode"].clone()
-        self.generator.set_state(state["generator"])
+# =================================================================================== outputs
+
+SCRIPT = os.path.basename(__file__)
+
+
+def resolve_flags(args, free=("total_timesteps",)):
+    """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
+    if args.resume is None:
+        return args
+    path = os.path.join(args.resume, "config.json")
+    if not os.path.isfile(path):
+        raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
+    with open(path, encoding="utf-8") as file:
+        saved = json.load(file)
+    names = {field.name for field in dataclasses.fields(args)}
+    if saved.pop("script") != SCRIPT or saved.keys() != names:
+        raise Refused(f"--resume {args.resume}: that run was begun by another script than this {SCRIPT}")
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for field in dataclasses.fields(args):
+        given, before = getattr(args, field.name), saved[field.name]
+        if given in (field.default, before) or field.name == "resume":
+            continue
+        if field.name not in free or given < before:
+            raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
+        saved[field.name] = given
+    return dataclasses.replace(args, **{**saved, "resume": args.resume})
+
+
+def prepare_torch(args):
+    """Threads, device and seed."""
+    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
+    try:
+        torch.zeros(1, device=args.device)
+    except (RuntimeError, AssertionError) as error:
+        raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(args.seed)
+
+
+def board_name(args):
+    """The board in short: 4x4-4h1s, 8x8-b5-4h1s."""
+    blocks = f"-b{args.max_blocks}" if args.max_blocks else ""
+    return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
+
+
+def open_run(args):
+    """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic
+    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = args.resume or os.path.join(args.runs_dir, name)
+    if not args.resume:
+        try:
+            os.makedirs(folder)
+        except OSError as error:
+            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    save_json(os.path.join(folder, "config.json"), config)
+    return folder
+
+
+def open_writer(folder, args, true_steps=0):
+    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
+
+    writer = SummaryWriter(folder, purge_step=true_steps or None)
+    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    return writer
+
+
+def save_json(path, content):
+    """Writes a JSON file, whole or not at all."""
+    with open(path + ".new", "w", encoding="utf-8") as file:
+        json.dump(content, file, indent=2)
+    os.replace(path + ".new", path)
+
+
+def save_checkpoint(folder, content, name="checkpoint.pt"):
+    """Writes a checkpoint, whole or not at all."""
+    path = os.path.join(folder, name)
+    torch.save({"script": SCRIPT, **content}, path + ".new")
+    os.replace(path + ".new", path)
+
+
+def load_checkpoint(path, asked, device="cpu"):
+    """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
+    if not os.path.isfile(path):
+        raise Refused(f"{asked}: there is no file {path}")
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+    except Exception as error:
+        raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
+    if not isinstance(checkpoint, dict) or "script" not in checkpoint:
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
+    return checkpoint
+
+
+class Interrupt:
+    """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
+
+    def __enter__(self):
+        self.wanted, self.before = False, signal.signal(signal.SIGINT, self.handle)
+        return self
+
+    def handle(self, *_):
+        self.wanted = True
+        signal.signal(signal.SIGINT, self.before)
+
+    def __exit__(self, *_):
+        signal.signal(signal.SIGINT, self.before)
+
+
+class Returns(Saved):
+    """Sums up the episodes' returns as they are played, and keeps the last 500."""
+
+    saved = ("running", "last")
+
+    def __init__(self, num_envs, num_players, device):
+        self.running = torch.zeros(num_envs, num_players, device=device)
+        self.last = torch.zeros(0, num_players, device=device)
+
+    def add(self, reward, over):
+        """Takes in the rewards [B, N] of a step, and where an episode is over [B]."""
+        total = self.running + reward
+        self.last = torch.cat([self.last, total[over]])[-500:]
+        self.running = total * ~over[:, None]
+
+    def show(self, bar):
+        """Shows each player's mean return on the one moving line."""
+        if len(self.last):
+            means = " ".join(f"{value:.2f}" for value in self.last.mean(0).tolist())
+            bar.set_postfix_str(f"return {means}", refresh=False)
+
+
+class Thresholds(Saved):
+    """When the mean return of the last 500 episodes first reached each of some values."""
+
+    saved = ("reached",)
+
+    def __init__(self, values):
+        self.reached = {f"{value:g}": None for value in values}
+
+    def check(self, last, seats, **now):
+        """Looks at the mean of the last returns [<=500, N] of some seats; `now` is what to remember."""
+        mean = last[:, seats].mean().item() if len(last) == 500 else -math.inf
+        self.reached = {value: now if at is None and mean >= float(value) else at
+                        for value, at in self.reached.items()}
+
+    def print(self):
+        rows = [["return", "after", ""]]
+        for value, at in self.reached.items():
+            rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
+                        else [value, "not reached", ""])
+        print_table("mean return of the last 500 episodes first reached", rows)
 
 
 def equal_players_test(returns, names):
@@ -783,2356 +3066,33 @@ def equal_players_test(returns, names):
     returns [E, N], names one for each seat. -> (largest |z| of all pairs, the limit it must stay under,
     the pair). The limit keeps the chance of a false alarm over all pairs at 1 in 1,000 (Bonferroni).
     """
-    pairs = [(i, j) for i in range(len(names)) for j in range(i) if names[i] == names[j] is not None]
-    if not pairs:
-        return 0.0, math.inf, None
-    limit = NormalDist().inv_cdf(1 - 0.001 / (2 * len(pairs)))
     scores = []
-    for i, j in pairs:
-        difference = returns[:, i].double() - returns[:, j].double()
-        spread = difference.std().item() / math.sqrt(len(difference))
-        mean = abs(difference.mean().item())
-        scores.append(mean / spread if spread > 0 else (math.inf if mean > 0 else 0.0))
-    worst = max(range(len(pairs)), key=scores.__getitem__)
-    return scores[worst], limit, (pairs[worst][1], pairs[worst][0])
+    for i, j in itertools.combinations(range(len(names)), 2):
+        if names[i] == names[j] is not None:
+            difference = returns[:, i].double() - returns[:, j].double()
+            mean = abs(difference.mean().item())
+            spread = difference.std().item() / math.sqrt(len(difference))
+            scores.append((mean / spread if spread > 0 else math.inf if mean > 0 else 0.0, (i, j)))
+    if not scores:
+        return 0.0, math.inf, None
+    score, pair = max(scores)
+    return score, NormalDist().inv_cdf(1 - 0.001 / (2 * len(scores))), pair
 
 
-# ================================================================================= networks
+def summarise(returns, seats, names):
+    """What results.json tells of episodes' returns [E, N].
 
-SOON = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128])  # a view tells which of these the steps left do not exceed
-SIGHT = 3  # cells that a player sees exactly in each direction; further ones are seen at the rim, in theirs
-
-
-def window(size, device):
-    """Which line of its window a player in line i sees line j in: one-hot [line of the window, j, i]."""
-    line = torch.arange(size, device=device)
-    offset = (line[:, None] - line).clamp(-SIGHT, SIGHT) + SIGHT  # [j, i]
-    return (offset == torch.arange(2 * SIGHT + 1, device=device)[:, None, None]).to(torch.uint8)
-
-
-def features(observation):
-    """What the networks get of an observation: whole numbers [N, B, F], a row for each player.
-
-    The board as seen from the player's own cell: its co-players, obstacles, stags and hares counted in a window of
-    7 x 7 around it. What is further off is counted at the rim, so that the window has one size for every board and
-    "go there" looks the same wherever the player stands. Then its own row and column, everybody's previous action
-    (all one-hot), the step and the steps left (at most 255 each), and as the last seven the action mask.
+    Means with 95 % intervals, of each player and of the seats that count, and whether players of the same
+    name earn equally.
     """
-    planes = observation["observation"].permute(1, 4, 2, 3, 0)  # [N, plane, H, W, B]
-    mask = observation["action_mask"].transpose(0, 1).to(torch.uint8)  # [N, B, 7]
-    row, column = planes[:, 0].amax(2), planes[:, 0].amax(1)  # one-hot [N, H, B], [N, W, B]; empty once it has left
-    see_row = (window(row.shape[1], mask.device)[..., None] * row[:, None, None]).sum(3, dtype=torch.uint8)
-    see_column = (window(column.shape[1], mask.device)[..., None] * column[:, None, None]).sum(3, dtype=torch.uint8)
-    # [N, window row, plane, H, W, B], summed over H; then the same for the columns
-    seen = (see_row[:, :, None, :, None] * planes[:, None, 1:]).sum(3, dtype=torch.uint8)
-    seen = (see_column[:, None, None] * seen[:, :, :, None]).sum(4, dtype=torch.uint8)  # [N, row, plane, column, B]
-    previous = observation["actions"].permute(1, 2, 0)[:, :, None] == torch.arange(NUM_ACTIONS, device=mask.device)[:, None]
-    clock = torch.stack([observation["step"], observation["steps_left"]]).clamp(0, 255).to(torch.uint8)
-    parts = [seen.flatten(1, 3), row, column, previous.flatten(1, 2), clock.expand(len(mask), -1, -1), mask.transpose(1, 2)]
-    return torch.cat([part.to(torch.uint8) for part in parts], 1).transpose(1, 2)
-
-
-def legal_log_softmax(logits, mask):
-    """Log-probabilities over the legal actions, [..., M, 7]; computed by columns, five times faster than by rows of 7."""
-    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
-    return columns.log_softmax(-2).transpose(-1, -2)
-
-
-def orthogonal(num_learners, inputs, outputs, gain, seed):
-    """Stacked orthogonal weights [L, inputs, outputs]; each learner's depend on the seed and its number alone."""
-    weight = torch.empty(num_learners, inputs, outputs)
-    for learner in range(num_learners):
-        generator = torch.Generator().manual_seed(seed * 1000 + learner)
-        nn.init.orthogonal_(weight[learner], gain, generator=generator)
-    return nn.Parameter(weight)
-
-
-class Agent(nn.Module):
-    """The policies and values of L learners as one stacked network: nothing is shared between them."""
-
-    precision = torch.float32  # of the first layer's product, the largest by far
-
-    def __init__(self, num_learners, num_inputs, hidden_size, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs, 1)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock, from 0 to 1
-        self.register_buffer("scale", scale)
-        biases = lambda size: nn.Parameter(torch.zeros(num_learners, 1, size))
-        self.w1, self.b1 = orthogonal(num_learners, num_inputs, hidden_size, math.sqrt(2), seed), biases(hidden_size)
-        self.w2, self.b2 = orthogonal(num_learners, hidden_size, hidden_size, math.sqrt(2), seed), biases(hidden_size)
-        self.w_actor, self.b_actor = orthogonal(num_learners, hidden_size, NUM_ACTIONS, 0.01, seed), biases(NUM_ACTIONS)
-        self.w_critic, self.b_critic = orthogonal(num_learners, hidden_size, 1, 1.0, seed), biases(1)
-
-    def forward(self, x):
-        """Features [L, M, F] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
-        mask = x[..., -NUM_ACTIONS:] != 0
-        hidden = torch.baddbmm(*(part.to(self.precision) for part in (self.b1, x, self.w1 * self.scale)))
-        hidden = torch.tanh(torch.baddbmm(self.b2, torch.tanh(hidden).float(), self.w2))
-        logits = torch.baddbmm(self.b_actor, hidden, self.w_actor)
-        value = torch.baddbmm(self.b_critic, hidden, self.w_critic)
-        return legal_log_softmax(logits, mask), value.squeeze(-1)
-
-
-def load_policies(names, num_inputs):
-    """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent: nobody learns in these seats."""
-    weights = []
-    for name in names:
-        path, _, player = name.rpartition(":")
-        checkpoint = load_checkpoint(path, f"--players {name}")
-        if "learner_of" not in checkpoint:
-            raise Refused(f"--players {name}: {path} holds no policies, it was written by {checkpoint['script']}")
-        learner = checkpoint["learner_of"].get(player)
-        if learner is None:
-            raise Refused(f"--players {name}: {path} holds {', '.join(checkpoint['learner_of'])}, not {player!r}")
-        weights.append({k: v if k == "scale" else v[learner] for k, v in checkpoint["agent"].items()})
-        got, want = weights[-1]["w1"].shape[0], num_inputs
-        if got != want:
-            raise Refused(f"--players {name}: that policy was trained on views of {got} numbers, this game gives {want}")
-        if weights[-1]["w1"].shape != weights[0]["w1"].shape:
-            raise Refused(f"--players {name}: its --hidden-size {weights[-1]['w1'].shape[1]} differs from "
-                          f"{weights[0]['w1'].shape[1]} of {names[0]}; trained players of one game must have one size")
-    agent = Agent(len(names), num_inputs, weights[0]["w1"].shape[1], 1, 0)
-    agent.load_state_dict({k: v if k == "scale" else torch.stack([w[k] for w in weights])
-                           for k, v in weights[0].items()})
-    return agent
-
-
-class Linear(nn.Module):
-    """L linear layers side by side: [L, M, inputs] -> [L, M, outputs]."""
-
-    def __init__(self, num_models, inputs, outputs, gain, seed):
-        super().__init__()
-        self.weight = orthogonal(num_models, inputs, outputs, gain, seed)
-        self.bias = nn.Parameter(torch.zeros(num_models, 1, outputs))
-
-    def forward(self, x):
-        return torch.baddbmm(self.bias, x, self.weight)
-
-
-class GoalPrior(nn.Module):
-    """The VAE of L models: a view -> a goal, as mean and log-variance; a goal -> the view.
-
-    What is rebuilt is a choice, so its likelihood is one: each player stands on one of the H*W cells or is gone, and
-    each cell is empty or holds an obstacle, a stag or a hare.
-    """
-
-    def __init__(self, num_models, num_players, cells, vae_size, goal_dim, seed):
-        super().__init__()
-        self.num_players, self.cells = num_players, cells
-        num_inputs = cells * (num_players + 3) + len(SOON) + NUM_ACTIONS
-        self.encoder = nn.ModuleList([
-            Linear(num_models, num_inputs, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, 2 * goal_dim, 1.0, seed)])
-        self.decoder = nn.ModuleList([
-            Linear(num_models, goal_dim, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, num_players * (cells + 1) + 4 * cells, 1.0, seed)])
-
-    def encode(self, view):
-        """Views [L, M, H*W*(N+3) + 15] -> mean and log-variance of the goal, each [L, M, G].
-
-        A view is its planes, how soon the clock runs out (SOON) and the legal actions.
-        """
-        hidden = F.relu(self.encoder[0](view))
-        hidden = F.relu(self.encoder[1](hidden))
-        mean, logvar = self.encoder[2](hidden).chunk(2, -1)
-        return mean, logvar.clamp(-10, 4)
-
-    def decode(self, goal):
-        """Goals [L, M, G] -> log-probabilities of the players' cells [L, M, N, H*W+1], of the ground [L, M, H*W, 4]."""
-        hidden = F.relu(self.decoder[0](goal))
-        hidden = F.relu(self.decoder[1](hidden))
-        players, ground = self.decoder[2](hidden).split([self.num_players * (self.cells + 1), 4 * self.cells], -1)
-        ground = ground.unflatten(-1, (self.cells, 4)).transpose(-1, -2)  # long rows last: seven times faster on a CPU
-        return (players.unflatten(-1, (self.num_players, self.cells + 1)).log_softmax(-1),
-                ground.log_softmax(-2).transpose(-1, -2))
-
-
-class ActionModel(nn.Module):
-    """The models of other agents (MOA) of L models: (a player's view with the step, its goal) -> action probabilities.
-
-    In a search a view is met with many goals, or a goal with many views: the parts of the first layer can be
-    computed once each, and `from_parts` does the rest.
-    """
-
-    def __init__(self, num_models, num_inputs, hidden_size, goal_dim, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
-        self.register_buffer("scale", scale)
-        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
-        self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
-        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.action = Linear(num_models, hidden_size, NUM_ACTIONS, 0.01, seed)
-
-    def view_part(self, x):
-        return self.view(x * self.scale)
-
-    def goal_part(self, goal):
-        return torch.bmm(goal, self.goal)
-
-    def from_parts(self, view_part, goal_part, mask):
-        """-> log-probabilities over the legal actions [L, M, 7]"""
-        hidden = F.relu(view_part + goal_part)
-        hidden = F.relu(self.hidden(hidden))
-        return legal_log_softmax(self.action(hidden), mask)
-
-    def forward(self, x, goal):
-        """Features [L, M, F], goals [L, M, G] -> log-probabilities over the legal actions [L, M, 7]."""
-        return self.from_parts(self.view_part(x), self.goal_part(goal), x[..., -NUM_ACTIONS:] != 0)
-
-
-class GoalInference(nn.Module):
-    """The goals of a co-player from its views and actions so far (a CVAE's recognition from the past), of L models.
-
-    It weighs hypotheses as Bayes' rule does. Each hypothesis is a way to play, learned here: action probabilities for
-    every view. The memory holds their log-weights and adds the log-likelihood of each action seen, after forgetting a
-    little: h' = f * h + log p(action | view before), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
-    needed?"). The goal is read from the weights and the present view.
-
-    Step by step it is `step(carry, x)`: the carry holds the memory and what each hypothesis makes of each action.
-    """
-
-    def __init__(self, num_models, num_inputs, num_players, hidden_size, goal_dim, hypotheses, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
-        self.register_buffer("scale", scale)
-        self.hypotheses, self.previous = hypotheses, num_inputs - 2 - (num_players + 1) * NUM_ACTIONS
-        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
-        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
-        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
-        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
-        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
-        self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
-
-    def glance(self, x):
-        """Features [L, M, F] -> hidden units."""
-        return F.relu(self.hidden(F.relu(self.view(x * self.scale))))
-
-    def look(self, x):
-        """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
-        hidden = self.glance(x)
-        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
-        return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
-
-    def played(self, x):
-        """The player's action just before a view, as the view tells it: [L, M]."""
-        return x[..., self.previous:self.previous + NUM_ACTIONS].argmax(-1)
-
-    def read(self, h, hidden):
-        """Memory and hidden units -> mean and log-variance of the goal [L, M, G]."""
-        mean, logvar = self.out(F.relu(self.mix(torch.cat([h.softmax(-1), hidden], -1)))).chunk(2, -1)
-        return mean, logvar.clamp(-10, 4)
-
-    def start(self, num):
-        """The carry before the first view of `num` games: [L, num, K + 7 * K]."""
-        return F.pad(self.prior.expand(-1, num, -1), (0, NUM_ACTIONS * self.hypotheses))
-
-    def step(self, carry, x):
-        """(carry, features [L, B, F]) -> the next carry, mean and log-variance of the goal [L, B, G]."""
-        h, table = carry[..., :self.hypotheses], carry[..., self.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
-        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
-        h = torch.sigmoid(self.keep) * h + table.gather(2, action)[:, :, 0]
-        hidden, table = self.look(x)
-        return torch.cat([h, table.flatten(2)], -1), *self.read(h, hidden)
-
-    def forward(self, x, before, counts):
-        """Features [L, M, F] in a time-major layout -> at each step mean and log-variance of the goal [L, M, G], and
-        the log-probabilities of the actions by the weighted hypotheses [L, M, 7]."""
-        hidden, table = self.look(x)
-        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
-        seen = F.pad(table, (0, 0, 0, 0, 0, 1))[:, before].gather(2, action)[:, :, 0]  # row -1: nothing was before
-        keep, h, memory = torch.sigmoid(self.keep), self.prior, []
-        for now in seen.split(counts, 1):
-            h = keep * (h if len(memory) == 0 else h[:, :now.shape[1]]) + now
-            memory.append(h)
-        h = torch.cat(memory, 1)
-        return *self.read(h, hidden), (h.log_softmax(-1)[:, :, None] + table).logsumexp(-1)
-
-
-class Goals(nn.Module):
-    """All that is learned here, for L models side by side: nothing is shared between them."""
-
-    def __init__(self, args, num_inputs, num_models=1):
-        super().__init__()
-        self.prior = GoalPrior(num_models, args.num_players, args.height * args.width, args.vae_size, args.goal_dim,
-                               args.seed)
-        self.moa = ActionModel(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time, args.seed + 1)
-        self.inference = GoalInference(num_models, num_inputs, args.num_players, args.hidden_size, args.goal_dim,
-                                       args.hypotheses, args.final_time, args.seed + 2)
-
-
-# ============================================================================== world model
-
-OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
-NUM_OFFSETS = len(OFFSETS)
-GONE = NUM_OFFSETS  # a player's next place is one of the nine, or none
-OUTSIDE = 8  # the kind of a cell beyond the border; 0 to 7 are the ground bits
-COUNT_LEVELS = 6  # how far players and prey are told apart by number: 6 is "6 or more"
-CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the same for the clock
-TABLE_PLAYERS = 8  # the tables of the fast path grow with the number of players; this is as far as they go
-
-
-def levels(count, most=COUNT_LEVELS):
-    """A number as `most` features, at least 1, at least 2, ...: [..., K] -> [..., K * most]; soft for a soft number."""
-    return (count[..., None] - torch.arange(most, device=count.device)).clamp(0, 1).flatten(-2)
-
-
-def clock_levels(step, steps_left):
-    """The clock as features [B, 2 * len(CLOCK_LEVELS)]."""
-    level = torch.tensor(CLOCK_LEVELS, device=step.device)
-    return torch.cat([step[:, None] >= level, steps_left[:, None] >= level], 1).float()
-
-
-def perceptron(inputs, hidden, outputs, counted=0):
-    """Two hidden layers. The last `counted` inputs begin without weight: a number never met changes nothing."""
-    net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                        nn.Linear(hidden, outputs))
-    with torch.no_grad():
-        net[0].weight[:, inputs - counted:] = 0
-    return net
-
-
-def neighbours(height, width, device):
-    """The number of the cell at each offset from each cell: [C+1, 9]; C is beyond the border and nowhere."""
-    cells = height * width
-    row, column = torch.arange(cells, device=device) // width, torch.arange(cells, device=device) % width
-    table = torch.full((cells + 1, NUM_OFFSETS), cells, device=device)
-    for number, (down, right) in enumerate(OFFSETS):
-        inside = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
-        table[:cells, number] = torch.where(inside, torch.arange(cells, device=device) + down * width + right, cells)
-    return table
-
-
-def settle(reward, known):
-    """Takes a predicted reward as the nearest one that training has shown (known, in order), where that lies within
-    2 % of the largest; others stay as they are. Gradients pass."""
-    above = torch.bucketize(reward.detach(), known).clamp(1, len(known) - 1)
-    lower, upper = known[above - 1], known[above]
-    nearest = torch.where(reward - lower < upper - reward, lower, upper)
-    near = (nearest - reward).abs() <= 0.02 * known.abs().max()
-    return reward + torch.where(near, nearest - reward, 0.0).detach()
-
-
-def cases(cell, ground, actions):
-    """A number [B, N] for all that a player's token sees: who else on its cell does what, what is on it, its own action.
-
-    Packed views; each action of another counts for a power of the number of players in the sum that names them all.
-    """
-    n = cell.shape[1]
-    power = n**torch.arange(NUM_ACTIONS, device=cell.device)[actions]
-    together = cell[:, :, None] == cell[:, None]
-    others = (together * power[:, None]).sum(2) - power
-    return (others * 8 + F.pad(ground, (0, 1)).gather(1, cell)) * NUM_ACTIONS + actions
-
-
-def look_up(table, index):
-    """table[index] of a table of one dimension, the fastest way."""
-    return table.index_select(0, index.flatten().int()).view(index.shape)
-
-
-class WorldModel(nn.Module):
-    """What comes next, from a player's own view and everybody's action: learned, local, the same for every board.
-
-    Six small networks, whose weights are the same for every cell, every board and every player:
-        token   of each player: its action, what is on its cell, how many others on the cell do what
-                -> a score for each of nine next places and for being gone
-        share   of the same -> what the player earns itself, and by all that others do on its cell
-        gift    of the same -> what the ego earns by this player's action, where it is on another cell
-        target  of each player and each place within reach: its action, the offset, what is there -> a score
-        ground  of each cell: what is on it, how many on it do what -> what will be on it
-        end     of the view that comes out: who and what is left of it, the clock -> own game over, episode over
-    A player's next place is a softmax over token + target scores: it cannot jump, fade or be in two places, and one
-    that is absent stays so. Who is who is known only by the ego's reward and the ego's end.
-
-    A reward is the sum of the shares, taken as the nearest one that training has shown if that is near (`settle`).
-
-    All inputs are small whole numbers, so that `tabulate` can hold the networks' answers to every possible input:
-    the same model, without arithmetic.
-    """
-
-    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), kinds=(0, 1, 2, 4)):
-        """rewards and kinds: the rewards and the ground bits of a cell that training has shown."""
-        super().__init__()
-        self.kinds = list(kinds)
-        counts, small = NUM_ACTIONS * COUNT_LEVELS, max(hidden_size // 2, 8)
-        self.token = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, NUM_OFFSETS + 1, counts)
-        self.share = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, 1, counts)
-        self.gift = perceptron(NUM_ACTIONS + 3 + counts, small, 1, counts)
-        self.target = perceptron(NUM_ACTIONS + NUM_OFFSETS + 4, small, 1)
-        self.ground = perceptron(3 + counts, hidden_size, 3, counts)
-        counted = 3 * COUNT_LEVELS + 2 * len(CLOCK_LEVELS)
-        self.end = perceptron(1 + counted, small, 2, counted)
-        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
-        self.register_buffer("reward_scale", torch.tensor(max(map(abs, rewards)) or 1.0))
-
-    def target_scores(self):
-        """The score of going to each offset with each action, by the kind of cell there: [action, offset, kind]."""
-        device = self.reward_scale.device
-        kind = torch.arange(OUTSIDE + 1, device=device)
-        bits = torch.stack([kind == OUTSIDE] + [(kind >> bit & 1 == 1) & (kind < OUTSIDE) for bit in range(3)], 1).float()
-        shape = (NUM_ACTIONS, NUM_OFFSETS, OUTSIDE + 1)
-        parts = (torch.eye(NUM_ACTIONS, device=device)[:, None, None], torch.eye(NUM_OFFSETS, device=device)[:, None],
-                 bits)
-        return self.target(torch.cat([part.expand(*shape, -1) for part in parts], -1)).squeeze(-1)
-
-    def scores_of_targets(self, actions, kind):
-        """The target scores [..., 9] of actions [...] where the cells at the offsets are of some kinds [..., 9]."""
-        chosen = F.one_hot(actions, NUM_ACTIONS).float() @ self.target_scores().flatten(1)  # sums faster than an index
-        return chosen.unflatten(-1, (NUM_OFFSETS, OUTSIDE + 1)).gather(-1, kind[..., None]).squeeze(-1)
-
-    def read_token(self, action, content, others):
-        """One-hot action [..., 7], what is on the cell [..., 3], counts of the others' actions there [..., 7]
-        -> scores [..., 10], shares of reward [..., 2] in the units of the game."""
-        token = torch.cat([action, content, levels(others)], -1)
-        return self.token(token), torch.cat([self.share(token), self.gift(token)], -1) * self.reward_scale
-
-    def read_ground(self, content, counts):
-        """What is on a cell [..., 3] and the counts of the actions on it [..., 7] -> logits of what will be [..., 3]."""
-        return self.ground(torch.cat([content, levels(counts)], -1))
-
-    def empty_ground(self):
-        """Logits [8, 3] of what will be on a cell where nobody stands, by its bits."""
-        content = bits_of(torch.arange(8, dtype=torch.uint8, device=self.reward_scale.device))
-        return self.read_ground(content, torch.zeros(8, NUM_ACTIONS, device=content.device))
-
-    def read_end(self, own, players, stags, hares, step, steps_left):
-        """The end of one's own game and of the episode, as logits [B, 2]: from whether one is there, from how many
-        players, stags and hares are (all [B], after the step), and from the clock before it."""
-        counts = levels(torch.stack([players, stags, hares], -1))
-        return self.end(torch.cat([own[:, None], counts, clock_levels(step, steps_left)], -1))
-
-    def look(self, cell, ground, actions, height, width):
-        """Each player's scores and shares, and the ground where it stands, from packed views.
-
-        -> scores [B, N, 10], shares [B, N, 2], ground logits there [B, N, 3], places in reach [B, N, 9],
-        present [B, N] and how many stand there [B, N]
-        """
-        present = (cell < height * width).float()
-        action = F.one_hot(actions, NUM_ACTIONS).float()
-        together = (cell[:, :, None] == cell[:, None]).float() * present[:, None]
-        counts = together @ action  # [B, N, 7], on its cell, itself among them
-        content = bits_of(F.pad(ground, (0, 1)).gather(1, cell))
-        others = counts - action * present[..., None]
-        # Most players are in the same few cases: each case goes through the networks once.
-        case, which = (cases(cell, ground, actions) * 2 + present.long()).unique(return_inverse=True)
-        which = which.flatten()
-        row = torch.empty_like(case).scatter_(0, which, torch.arange(len(which), device=cell.device))
-        action, content, others, counts = (x.flatten(0, 1)[row] for x in (action, content, others, counts))
-        shape = cell.shape
-        scores, shares, here = (x.index_select(0, which).unflatten(0, shape) for x in
-                                (*self.read_token(action, content, others), self.read_ground(content, counts)))
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
-        reach = neighbours(height, width, cell.device)[cell]  # [B, N, 9]
-        kind = kinds.gather(1, reach.flatten(1)).view(reach.shape).long()
-        scores = scores + F.pad(self.scores_of_targets(actions, kind), (0, 1))
-        return scores, shares, here, reach, present, together.sum(-1)
-
-    def forward(self, view, actions, step, steps_left, soft=False):
-        """The step from a view [B, H, W, N+3] under all players' actions [B, N], ego first.
-
-        -> dict of view [B, H, W, N+3] (probabilities), reward [B], terminated [B] (own game) and over [B] (episode),
-        both probabilities. soft: the view is a prediction itself, to be taken as probabilities and not rounded.
-        """
-        height, width = view.shape[1:3]
-        if soft:
-            players, ground, reward = self.soft_step(view, actions)
-        else:
-            players, ground, reward = self.hard_step(*pack(view), actions, height, width)
-        present = players.sum(2)
-        prey = ground[:, 1:].sum(2)
-        end = self.read_end(present[:, 0], present.sum(1), prey[:, 0], prey[:, 1], step, steps_left).sigmoid()
-        planes = torch.cat([players, ground], 1).unflatten(2, (height, width)).permute(0, 2, 3, 1)
-        return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
-
-    def hard_step(self, cell, ground, actions, height, width):
-        """The next planes of players [B, N, C] and ground [B, 3, C], and the reward [B], from packed views."""
-        scores, shares, here, reach, present, _ = self.look(cell, ground, actions, height, width)
-        elsewhere = cell[:, 1:] != cell[:, :1]
-        batch, n = cell.shape
-        chance = scores.softmax(-1)[..., :GONE] * present[..., None]
-        players = chance.new_zeros(batch, n, height * width + 1).scatter_add(2, reach, chance)[..., :-1]
-        after = F.pad(self.empty_ground()[ground.long()], (0, 0, 0, 1))
-        after = after.scatter(1, cell[..., None].expand(-1, -1, 3), here)[:, :-1].sigmoid().transpose(1, 2)
-        return players, after, self.add_shares(shares, present, elsewhere)
-
-    def add_shares(self, shares, present, elsewhere):
-        """The ego's reward: its own share, and what others on other cells give it; nothing once it has left.
-
-        What others do on the ego's own cell is part of its own share: otherwise the two could not be told apart where
-        the ego always has a hand in a catch, and larger crowds than those of training would catch without it and pay.
-        """
-        return (shares[:, 0, 0] + (shares[:, 1:, 1] * present[:, 1:] * elsewhere).sum(1)) * present[:, 0]
-
-    def soft_step(self, view, actions):
-        """hard_step for a view of probabilities, through which gradients flow: every player is looked at on every cell."""
-        batch, height, width, planes = view.shape
-        view = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
-        players, ground = view[:, :-3], view[:, -3:]
-        n, cells = players.shape[1:]
-        action = F.one_hot(actions, NUM_ACTIONS).float()
-        each = players[..., None] * action[:, :, None]  # [B, N, C, 7]
-        counts = each.sum(1)  # [B, C, 7]
-        content = ground.transpose(1, 2)  # [B, C, 3]
-        scores, shares = self.read_token(action[:, :, None].expand(-1, -1, cells, -1),
-                                         content[:, None].expand(-1, n, -1, -1), counts[:, None] - each)
-        reach = neighbours(height, width, view.device)[:-1]  # [C, 9]
-        kinds = F.pad(pack(view.transpose(1, 2).unflatten(1, (height, width)))[1], (0, 1), value=OUTSIDE).long()
-        kind = kinds[:, reach][:, None]  # [B, 1, C, 9]
-        scores = scores + F.pad(self.scores_of_targets(actions[:, :, None].expand(-1, -1, cells),
-                                                       kind.expand(-1, n, -1, -1)), (0, 1))
-        chance = scores.softmax(-1)[..., :GONE] * players[..., None]  # [B, N, C, 9]
-        moved = chance.new_zeros(batch, n, cells + 1)
-        moved = moved.scatter_add(2, reach.flatten().expand(batch, n, -1), chance.flatten(2))[..., :-1]
-        after = self.read_ground(content, counts).sigmoid().transpose(1, 2)
-        own = (shares[:, 0, :, 0] * players[:, 0]).sum(1)
-        given = (shares[:, 1:, :, 1] * players[:, 1:] * (1 - players[:, :1])).sum((1, 2))
-        reward = own + given * players[:, 0].sum(1)
-        return moved, after, reward
-
-    def shrink(self, size):
-        """Moves the weights of the counted inputs towards 0: what does not matter falls silent, so that numbers and
-        mixtures never met in training change nothing either."""
-        for net in (self.token, self.share, self.gift, self.ground):
-            weight = net[0].weight.data[:, -NUM_ACTIONS * COUNT_LEVELS:]
-            weight.sub_(weight.clamp(-size, size))
-
-    def loss_terms(self, batch):
-        """The losses of one step on packed rows: dict of planes [N+3] (mean over rows, summed over cells), reward, end.
-
-        A player's plane counts by cross-entropy over its next places, the ground by that of each cell.
-        """
-        height, width, cell = batch["height"], batch["width"], batch["cell"]
-        scores, shares, here, reach, present, crowd = self.look(cell, batch["ground"], batch["actions"], height, width)
-        place = (reach == batch["next_cell"][..., None]).float()
-        place = torch.where((batch["next_cell"] == height * width)[..., None], 0.0, place)
-        place = torch.cat([place, 1 - place.sum(-1, keepdim=True)], -1)  # one-hot [B, N, 10]
-        players = (-(place * scores.log_softmax(-1)).sum(-1) * present).mean(0)
-
-        after = bits_of(batch["next_ground"])  # [B, C, 3]
-        # Of the cells where nobody stands it matters only how often which bits become which: [before, after].
-        free = torch.ones(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 0.0)[:, :-1]
-        change = batch["ground"].flatten().long() * 8 + batch["next_ground"].flatten()
-        change = change.bincount(weights=free.flatten(), minlength=64).view(8, 8).float()
-        empty, bits = self.empty_ground(), bits_of(torch.arange(8, dtype=torch.uint8, device=cell.device))
-        ground = (F.softplus(empty) * change.sum(1, keepdim=True) - empty * (change @ bits)).sum(0) / len(cell)
-        there = F.pad(after, (0, 0, 0, 1)).gather(1, cell[..., None].expand(-1, -1, 3))
-        there = F.binary_cross_entropy_with_logits(here, there, reduction="none")
-        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1).mean(0)
-
-        reward = self.add_shares(shares, present, cell[:, 1:] != cell[:, :1])
-        reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
-        left = (batch["next_cell"] < height * width).float()
-        prey = after.sum(1)
-        end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
-        return {"planes": torch.cat([players, ground]), "reward": reward_loss,
-                "end": end_loss(end, batch)}
-
-    @torch.no_grad()
-    def tabulate(self, height, width, num_players):
-        """The same model for one board as tables: what the search calls. -> ModelTables"""
-        return ModelTables(self, height, width, num_players)
-
-
-def bits_of(ground):
-    """Ground bits [...] as floats [..., 3]: obstacle, stag, hare."""
-    return torch.stack([ground & 1, ground >> 1 & 1, ground >> 2 & 1], -1).float()
-
-
-def end_loss(logits, batch):
-    """Cross-entropy of the ends of one's own game and of the episode."""
-    target = torch.stack([batch["terminated"], batch["over"]], 1).float()
-    return F.binary_cross_entropy_with_logits(logits, target)
-
-
-class ModelTables:
-    """A WorldModel's answers to every input that a board of this size can hold, looked up instead of computed.
-
-    A player's row number says what the token network sees: who on its cell does what, what is on it, its own action.
-    The decisions are the network's own in float32, rounded as the most probable. Packed views in and out:
-
-        step(cell [B, N], ground [B, C], actions [B, N], step [B], steps_left [B])
-            -> cell [B, N], ground [B, C], reward [B], terminated [B], over [B]
-        step_view(view [B, H, W, N+3], ...) -> the same for planes
-    """
-
-    def __init__(self, model, height, width, num_players):
-        if num_players > TABLE_PLAYERS:
-            raise Refused(f"--num-players {num_players} is more than the {TABLE_PLAYERS} that the tables can hold")
-        device = model.reward_scale.device
-        self.height, self.width, self.cells, n = height, width, height * width, num_players
-        # Multisets of the others' actions on a cell: each action counts for a power of n in the sum that names one.
-        sets = [()]
-        for others in range(1, n):
-            sets += itertools.combinations_with_replacement(range(NUM_ACTIONS), others)
-        short = torch.int16 if n**NUM_ACTIONS < 2**15 else torch.int32
-        self.power = torch.tensor([n**a for a in range(NUM_ACTIONS)], dtype=short, device=device)
-        names = torch.tensor([sum(n**a for a in members) for members in sets], device=device)
-        self.number = torch.zeros(n**NUM_ACTIONS, dtype=torch.int32, device=device)
-        self.number[names] = torch.arange(len(sets), dtype=torch.int32, device=device)
-        others = torch.zeros(len(sets), NUM_ACTIONS, device=device)
-        for row, members in enumerate(sets):
-            for action in members:
-                others[row, action] += 1
-        shape = (len(sets), 8, NUM_ACTIONS)  # row number = (set * 8 + bits) * 7 + action
-        action = torch.eye(NUM_ACTIONS, device=device).expand(*shape, -1)
-        content = bits_of(torch.arange(8, dtype=torch.uint8, device=device))[:, None].expand(*shape, -1)
-        others = others[:, None, None].expand(*shape, -1)
-        scores, shares, after = [], [], []
-        for a, c, o in zip(action.split(1000), content.split(1000), others.split(1000)):
-            s, r = model.read_token(a, c, o)
-            scores.append(s.reshape(-1, GONE + 1))
-            shares.append(r.reshape(-1, 2))
-            after.append(model.read_ground(c, o + a).reshape(-1, 3))
-        weights = torch.tensor([1, 2, 4], dtype=torch.uint8, device=device)
-        self.scores = torch.cat(scores).T.contiguous()  # [10, row]
-        self.own, self.gift = torch.cat(shares).T.contiguous()  # [row] each
-        self.after = ((torch.cat(after) > 0) * weights).sum(1, dtype=torch.uint8)  # [row]
-        self.empty = ((model.empty_ground() > 0) * weights).sum(1, dtype=torch.uint8)  # [8]
-        self.empty_stays = self.empty[model.kinds].tolist() == model.kinds
-        self.rewards = model.rewards
-        target = model.target_scores().permute(1, 0, 2)  # [offset, action, kind]
-        self.target = target.flatten(1).contiguous()  # [9, action * 9 + kind]
-        # Which offsets can become the best one: of each row, whatever stands there of the kinds that training has shown.
-        known = target[..., [*model.kinds, OUTSIDE]]
-        scores = self.scores.view(GONE + 1, len(sets), 8, NUM_ACTIONS)
-        low, high = (scores[:GONE] + edge[:, None, None] for edge in (known.amin(-1), known.amax(-1)))
-        low[4] = high[4] = scores[4] + target[4, :, :8].T  # what is on one's own cell is in the row already
-        sure = torch.cat([low, scores[GONE:]]).amax(0)
-        # Players stand where they can get to: on a kind of cell that a player on bare ground can enter.
-        enter = scores[:GONE, :, 0, :, None] + target[:, None] >= sure[:, 0, :, None]  # [offset, set, action, kind]
-        enter[4] = False
-        stood = [kind for kind in model.kinds if kind == 0 or enter[..., kind].any()]
-        can_win = (high >= sure)[:, :, stood]  # [offset, set, bits, action]
-        self.offsets = can_win.flatten(1).any(1).nonzero()[:, 0].tolist()
-        reach = neighbours(height, width, device).T  # [9, C+1]
-        self.reach = torch.cat([reach, torch.full_like(reach[:1], self.cells)]).flatten().int()  # and GONE
-        can_win[4] = False
-        self.one_look = bool((can_win.sum(0) <= 1).all())
-        if self.one_look:  # it is enough to look at one place: [row], and what is best by what is there: [row * 9 + kind]
-            watched = torch.zeros(len(sets), 8, NUM_ACTIONS, dtype=torch.int64, device=device)
-            watched[:, stood] = can_win.int().argmax(0)
-            watched = watched.flatten()
-            row = torch.arange(len(watched), device=device)
-            action, bits = row % NUM_ACTIONS, row // NUM_ACTIONS % 8
-            stay = self.scores[4] + target[4, action, bits]
-            leave = self.scores[GONE]
-            go = self.scores[watched, row][:, None] + target[watched, action]  # [row, kind]
-            go = torch.where((watched == 4)[:, None], -torch.inf, go)
-            choice = torch.where(go > stay[:, None], watched[:, None], 4)
-            choice = torch.where((leave > torch.maximum(go, stay[:, None]).T).T, GONE, choice)
-            self.watched, self.choice = (watched * (self.cells + 1)).int(), (choice * (self.cells + 1)).flatten().int()
-        self.tabulate_ends(model, device)
-
-    def tabulate_ends(self, model, device):
-        """[own there, players, stags, hares, level of the step, level of the steps left] -> two bits, flattened."""
-        times = torch.tensor((0,) + CLOCK_LEVELS, device=device)
-        axes = (torch.arange(2, device=device), *[torch.arange(COUNT_LEVELS + 1, device=device)] * 3, times, times)
-        self.clock_level = (torch.arange(CLOCK_LEVELS[-1] + 1, device=device)[:, None] >= times[1:]).sum(1)
-        grid = [axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]
-        bits = [(model.read_end(*(axis.float() for axis in chunk[:4]), *chunk[4:]) > 0).to(torch.uint8)
-                for chunk in zip(*(axis.split(65536) for axis in grid))]
-        bits = torch.cat(bits)
-        self.ends = bits[:, 0] | bits[:, 1] << 1
-
-    def step(self, cell, ground, actions, step, steps_left):
-        batch = len(cell)
-        cell, actions = cell.T.int(), actions.T.int()  # [N, B]: long rows are what is fast here
-        first = torch.arange(0, batch * (self.cells + 1), self.cells + 1, dtype=torch.int32, device=cell.device)
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE).flatten()  # those of environment b begin at first[b]
-        present, spot = cell < self.cells, cell + first
-        kind = look_up(kinds, spot)
-        power = look_up(self.power, actions)
-        small = cell.to(torch.uint8) if self.cells < 256 else cell
-        others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
-        row = (look_up(self.number, others * present) * 8 + (kind & 7)) * NUM_ACTIONS + actions
-        if self.one_look:
-            place = look_up(self.reach, look_up(self.watched, row) + cell)
-            choice = look_up(self.choice, row * (OUTSIDE + 1) + look_up(kinds, place + first))
-            best = look_up(self.reach, choice + cell)
-        else:
-            best = self.best_of_all(cell, actions, row, kinds, first, present)
-        given = (look_up(self.gift, row[1:]) * (present[1:] & (cell[1:] != cell[0]))).sum(0)
-        reward = (look_up(self.own, row[0]) + given) * present[0]
-        after = look_up(self.after, row)
-        if not self.empty_stays:
-            kinds = look_up(torch.cat([self.empty, kinds.new_tensor([OUTSIDE])]), kinds)
-        kinds.scatter_(0, spot.flatten().long(), after.flatten())
-        ground = kinds.view(batch, -1)[:, :-1]
-        return (best.T.long(), ground, settle(reward, self.rewards), *self.read_ends(best, ground, step, steps_left))
-
-    def best_of_all(self, cell, actions, row, kinds, first, present):
-        """The best next place, where one look is not enough: every offset that can win is scored."""
-        best, scores = torch.full_like(cell, self.cells), look_up(self.scores[GONE], row)
-        for offset in self.offsets:
-            place = look_up(self.reach, cell + offset * (self.cells + 1))
-            kind = look_up(kinds, place + first)
-            score = look_up(self.scores[offset], row) + look_up(self.target[offset], actions * (OUTSIDE + 1) + kind)
-            better = score >= scores
-            scores, best = torch.where(better, score, scores), torch.where(better, place, best)
-        return torch.where(present, best, self.cells)
-
-    def read_ends(self, cell, ground, step, steps_left):
-        there = cell < self.cells
-        size = COUNT_LEVELS + 1
-        columns = ground.T.contiguous()
-        index = there[0].int()
-        for count in (there.sum(0), (columns >> 1 & 1).sum(0, dtype=torch.int32), (columns >> 2 & 1).sum(0, dtype=torch.int32)):
-            index = index * size + count.clamp(max=COUNT_LEVELS)
-        for clock in (step, steps_left):
-            index = index * (len(CLOCK_LEVELS) + 1) + look_up(self.clock_level, clock.clamp(0, CLOCK_LEVELS[-1]))
-        ends = look_up(self.ends, index)
-        return ends & 1 != 0, ends >> 1 != 0
-
-    def step_view(self, view, actions, step, steps_left):
-        """step for planes [B, H, W, N+3]; the next ones are uint8."""
-        cell, ground, *rest = self.step(*pack(view), actions, step, steps_left)
-        return (unpack(cell, ground, self.height, self.width), *rest)
-
-
-class WorldMLP(nn.Module):
-    """The plain model to compare with: all planes and actions of one board side by side into one perceptron."""
-
-    def __init__(self, height, width, num_players, hidden_size=256, rewards=(0.0, 1.0)):
-        super().__init__()
-        self.height, self.width, self.num_players = height, width, num_players
-        self.cells = height * width
-        inputs = (num_players + 3) * self.cells + num_players * NUM_ACTIONS + 2 * len(CLOCK_LEVELS)
-        self.net = perceptron(inputs, hidden_size, num_players * (self.cells + 1) + 3 * self.cells + 3)
-        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
-        self.register_buffer("reward_scale", torch.tensor(max(map(abs, rewards)) or 1.0))
-
-    def read(self, view, actions, step, steps_left):
-        """-> scores of places [B, N, C+1], ground logits [B, 3, C], reward [B], end logits [B, 2]"""
-        planes = view.flatten(1, 2).transpose(1, 2).flatten(1).float()
-        out = self.net(torch.cat([planes, F.one_hot(actions, NUM_ACTIONS).flatten(1).float(),
-                                  clock_levels(step, steps_left)], 1))
-        players, ground, reward, end = out.split((self.num_players * (self.cells + 1), 3 * self.cells, 1, 2), 1)
-        return (players.unflatten(1, (self.num_players, -1)), ground.unflatten(1, (3, -1)),
-                reward[:, 0] * self.reward_scale, end)
-
-    def forward(self, view, actions, step, steps_left, soft=False):
-        """As WorldModel.forward."""
-        view = view if soft else unpack(*pack(view), self.height, self.width)
-        players, ground, reward, end = self.read(view, actions, step, steps_left)
-        planes = torch.cat([players.softmax(-1)[..., :-1], ground.sigmoid()], 1)
-        planes = planes.unflatten(2, (self.height, self.width)).permute(0, 2, 3, 1)
-        end = end.sigmoid()
-        return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
-
-    def shrink(self, size):
-        """Nothing here: no input is a count."""
-
-    def loss_terms(self, batch):
-        """As WorldModel.loss_terms."""
-        view = unpack(batch["cell"], batch["ground"], self.height, self.width)
-        players, ground, reward, end = self.read(view, batch["actions"], batch["step"], batch["steps_left"])
-        players = F.cross_entropy(players.flatten(0, 1), batch["next_cell"].flatten(), reduction="none")
-        after = bits_of(batch["next_ground"]).transpose(1, 2)
-        ground = F.binary_cross_entropy_with_logits(ground, after, reduction="none").sum(2)
-        reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
-        return {"planes": torch.cat([players.view(batch["cell"].shape).mean(0), ground.mean(0)]),
-                "reward": reward_loss, "end": end_loss(end, batch)}
-
-
-def make_model(config):
-    """The model that a checkpoint's "world_model_config" describes, with fresh weights."""
-    config = dict(config)
-    return {"local": WorldModel, "mlp": WorldMLP}[config.pop("kind")](**config)
-
-
-def load_world_model(path, flag, device="cpu"):
-    """Loads the model of a checkpoint that train_world_model.py wrote. -> model, checkpoint"""
-    checkpoint = load_checkpoint(path, f"{flag} {path}")
-    if "world_model" not in checkpoint:
-        raise Refused(f"{flag} {path} holds no world model, it was written by {checkpoint['script']}")
-    try:
-        model = make_model(checkpoint["world_model_config"])
-        model.load_state_dict(checkpoint["world_model"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise Refused(f"{flag} {path}: its world model does not fit this script ({type(error).__name__})") from error
-    return model.to(device).eval(), checkpoint
-
-
-def ground_bits(game):
-    """What is on each cell of a game, as bits: [B, C]."""
-    board = game.board[:game.cells]
-    return ((board == 0).to(torch.uint8) | (board & STAG_BIT) >> 4 | (board & HARE_BIT) >> 4).T
-
-
-def collect(board, num_rows, seed, device="cpu", gathered=0.0):
-    """Plays mixed games on a board until one player's view in each gave num_rows rows. -> dict of [S, ...]
-
-    Each episode draws for every seat a rule-based player, for the game a share of uniform actions, legal or not
-    (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
-    so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
-    Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
-    mean nothing. A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey,
-    half of the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
-    actions is to be met.
-    """
-    num_envs = max(1, min(512, num_rows // 50))
-    game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
-    generator = torch.Generator(device).manual_seed(seed)
-    n, cells, everybody = game.num_players, game.cells, torch.ones(num_envs, dtype=torch.bool, device=device)
-    rules = torch.tensor([*RULES.values()][:6] + [(game.final_time // 2, True, 0.0, False)], device=device)
-    shares = torch.tensor([0.0, 0.1, 0.5, 1.0], device=device)
-    draw = lambda most, *shape: torch.randint(most, (num_envs, *shape), generator=generator, device=device)
-    rule = torch.zeros(num_envs, n, 4, device=device)
-    ego, share, hesitates, episode = draw(1), shares[draw(1)], draw(1) > 0, draw(1)
-    columns, rows, new, num_episodes = [], 0, everybody, 0
-    while rows < num_rows:
-        kind = draw(len(rules), n)
-        kind = torch.where((draw(2) > 0)[:, None], kind, kind[:, :1])
-        rule = torch.where(new[:, None, None], rules[kind], rule)
-        ego, share = torch.where(new, draw(n), ego), torch.where(new, shares[draw(4)], share)
-        hesitates = torch.where(new, draw(2) > 0, hesitates)
-        deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
-        gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
-        if gathered:
-            fits = (game.board[:cells] >= STAG_BIT) | (game.board[:cells] > 0) & (draw(4) == 0)
-            spot = (fits * torch.rand(cells, num_envs, generator=generator, device=device)).argmax(0)
-            joins = gathers & (draw(6, n).T > 0)
-            game.cell = torch.where(joins, spot, game.cell)
-            thinned = gathers & (torch.rand(game.board.shape, generator=generator, device=device) < 0.5)
-            thinned[:cells] &= torch.arange(cells, device=device)[:, None] != spot
-            game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
-            deadline = torch.where(gathers, 1 + draw(3), deadline)
-        game.deadline = torch.where(new, deadline, game.deadline)
-        episode = torch.where(new, num_episodes + new.cumsum(0), episode)
-        num_episodes += num_envs
-
-        actions = sample_actions(rule_probabilities(game, rule, ~everybody), generator)
-        waits = (hesitates & (draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
-        actions = torch.where(waits, STAY, actions)
-        uniform = torch.rand(num_envs, n, generator=generator, device=device) < share[:, None]
-        uniform |= game.cell.T == cells
-        actions = torch.where(uniform, draw(NUM_ACTIONS, n), actions)
-
-        order = (ego[:, None] + torch.arange(n, device=device)) % n  # ego first, as in the view
-        row = {"cell": game.cell.T.gather(1, order), "ground": ground_bits(game), "actions": actions.gather(1, order),
-               "step": game.clock, "steps_left": game.deadline - game.clock, "episode": episode}
-        out = game.advance(actions)
-        over = out["terminated"] | out["truncated"]
-        own = over | out["left"].gather(1, ego[:, None])[:, 0]
-        row |= {"next_cell": game.cell.T.gather(1, order), "next_ground": ground_bits(game),
-                "reward": out["reward"].gather(1, ego[:, None])[:, 0], "terminated": own, "over": over}
-        columns.append({key: value.clone() for key, value in row.items()})
-        rows += num_envs
-        new = own
-        game.reset(new)
-    data = {key: torch.stack([row[key] for row in columns], 1).flatten(0, 1)[:num_rows] for key in columns[0]}
-    small = {"cell": torch.int16, "next_cell": torch.int16, "actions": torch.uint8}
-    data = {key: value.to(small.get(key, value.dtype)) for key, value in data.items()}
-    return data | {"height": board["height"], "width": board["width"]}
-
-
-def pack(view):
-    """A view [B, H, W, N+3], hard or soft, as cells [B, N] (int64) and ground bits [B, C]; soft ones are rounded."""
-    planes = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
-    players, ground = planes[:, :-3], planes[:, -3:] > 0.5
-    most, cell = players.max(2)
-    cell = torch.where(most > 0.5, cell, players.shape[2])
-    return cell, ground[:, 0].to(torch.uint8) | ground[:, 1].to(torch.uint8) << 1 | ground[:, 2].to(torch.uint8) << 2
-
-
-def unpack(cell, ground, height, width):
-    """Cells [B, N] and ground bits [B, C] as a view [B, H, W, N+3] of zeros and ones (uint8)."""
-    batch, n = cell.shape
-    players = torch.zeros(batch, n, height * width + 1, dtype=torch.uint8, device=cell.device)
-    players.scatter_(2, cell.long()[..., None], 1)
-    ground = torch.stack([ground >> bit & 1 for bit in range(3)], 1).to(torch.uint8)
-    return torch.cat([players[..., :-1], ground], 1).unflatten(2, (height, width)).permute(0, 2, 3, 1)
-
-
-def pick_rows(data, rows):
-    """Some rows of the data, ready for the model. -> dict of [B, ...]"""
-    batch = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-    for key in ("cell", "next_cell", "actions"):
-        batch[key] = batch[key].long()
-    return batch
-
-
-def rows_of(data):
-    return len(data["reward"])
-
-
-def common_rewards(tables, most=256):
-    """The rewards that the rows hold most often: a list of numbers, and 0."""
-    values, counts = torch.cat([data["reward"] for data in tables]).double().mul(1e4).round().unique(return_counts=True)
-    values = values[counts.argsort(descending=True, stable=True)[:most]] / 1e4
-    return sorted({0.0, *values.tolist()} | ({1.0} if len(values) < 2 else set()))
-
-
-def seen_kinds(tables):
-    """The ground bits of a cell that the rows hold."""
-    return torch.cat([data["ground"].unique() for data in tables]).unique().tolist()
-
-
-# ==================================================================================== search
-
-
-class RulesModel:
-    """The true rules as the model of a search or an imagined episode: states in, states out, ego first."""
-
-    def __init__(self, game):
-        self.scratch = game  # a game of its own, into which states are put to be played and looked at
-        # Tables for `see`: which feature tells what, in the order of `features`; those from `nothing` on are none.
-        n, device, sight = game.num_players, game.device, 2 * SIGHT + 1
-        first_place = sight * sight * (n + 2)  # after the window [row, plane, column]
-        first_previous = first_place + game.height + game.width
-        first_legal = first_previous + NUM_ACTIONS * n + 2  # the clock is in between
-        self.nothing, far = first_legal + NUM_ACTIONS, 1 << 20
-        cells = torch.arange(game.cells, device=device)
-        row, column = cells // game.width, cells % game.width
-        offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [viewer's cell, other cell]
-        spot = offset(row) * (n + 2) * sight + offset(column)
-        self.spot = F.pad(spot, (0, 1, 0, 1), value=far).int()  # [C+1, C+1]: who is on the last cell has left
-        place = torch.stack([first_place + row, first_place + game.height + column], 1)
-        self.place = F.pad(place, (0, 0, 0, 1), value=far).int()  # [C+1, 2]
-        # By what is legal on a cell [256], which holds one thing: a hare, where a model says that it holds a stag, too.
-        bits = torch.arange(256, device=device)
-        self.ground = torch.full((256,), far, dtype=torch.int32, device=device)
-        for plane, those in enumerate((bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0), n - 1):
-            self.ground[those] = plane * sight
-        players, actions = torch.arange(n, device=device), torch.arange(NUM_ACTIONS, device=device)
-        self.order = (players[:, None] + players) % n  # [viewer, k-th after it]
-        self.others = (players[:-1] * sight).int()
-        self.previous = (first_previous + players * NUM_ACTIONS).int()
-        self.legal, self.bits = (first_legal + actions).int(), actions.to(torch.uint8)
-
-    def put(self, state):
-        self.scratch.num_envs = len(state["clock"])
-        for name, value in state.items():
-            setattr(self.scratch, name, value)
-        return self.scratch
-
-    def features(self, state):
-        """Features of each player [N, B, F], the one in row 0 first in each state."""
-        return features(self.put(state).observe())
-
-    def see(self, state):
-        """The same in fewer numbers. All features but the clock are small counts, most of them 0, so that what a first
-        layer makes of them is the sum of a few of its rows: on a CPU, in a tenth of the product's time.
-
-        -> the numbers of these rows [N, B, K] (the one after the last: nothing), step and steps left [B, 2], action
-        masks [N, B, 7]
-        """
-        cell, board, clock = state["cell"], state["board"], state["clock"]
-        n, many, cells = *cell.shape, len(board) - 1
-        viewer = cell.flatten()
-        ground = self.ground.index_select(0, board[:-1].T.flatten().int()).view(many, cells)
-        ground = self.spot[:, :-1].index_select(0, viewer).view(n, many, cells) + ground
-        others = cell[self.order[:, 1:]].transpose(1, 2)  # [N, B, N-1]
-        others = self.spot.flatten().index_select(0, (cell[..., None] * (cells + 1) + others).flatten()).view(others.shape)
-        previous = state["previous"][self.order].transpose(1, 2) + self.previous
-        mask = (board.gather(0, cell)[..., None] >> self.bits & 1).view(torch.bool)
-        place = self.place.index_select(0, viewer).view(n, many, 2)
-        rows = torch.cat([ground, others + self.others, place, previous, torch.where(mask, self.legal, self.nothing)], -1)
-        clock = torch.stack([clock, state["deadline"] - clock], -1).clamp(0, 255).float()
-        return rows.clamp(max=self.nothing), clock, mask
-
-    def step(self, state, actions):
-        """Plays joint moves [N, B]. -> the next state, the first player's reward [B], and where its game is over [B]"""
-        game = self.put({**state, "board": state["board"].clone()})  # the one that is changed in place
-        out = game.advance(actions.T)
-        state = {name: getattr(game, name) for name in state}
-        over = out["terminated"] | out["truncated"] | ~out["here"][:, 0]
-        return state, out["reward"][:, 0], over
-
-
-class LearnedModel(RulesModel):
-    """A learned world model, as tables, in the same place: no rule of the game moves these boards."""
-
-    def __init__(self, game, model):
-        super().__init__(game)
-        self.tables = model.tabulate(game.height, game.width, game.num_players)
-        self.weights, self.config = model.state_dict(), {
-            "kind": "local", "hidden_size": model.ground[0].out_features, "rewards": model.rewards.tolist(),
-            "kinds": list(model.kinds)}
-
-    def step(self, state, actions):
-        board, clock = state["board"][:-1], state["clock"]
-        ground = ((board == 0).to(torch.uint8) | (board & STAG_BIT) >> 4 | (board & HARE_BIT) >> 4).T
-        cell, ground, reward, terminated, over = self.tables.step(state["cell"].T, ground, actions.T, clock,
-                                                                  state["deadline"] - clock)
-        state = {"cell": cell.T.contiguous(), "board": board_from_ground(ground, self.scratch.height, self.scratch.width),
-                 "previous": actions.to(torch.uint8), "clock": clock + 1, "deadline": state["deadline"]}
-        return state, reward, terminated | over
-
-
-def board_from_ground(ground, height, width):
-    """What is legal on each cell, from what is said to be there [B, C]: a predicted board has its legal actions. [C+1, B]"""
-    ground = ground.T.contiguous()
-    free = F.pad((ground & 1 ^ 1).view(height, width, -1), (0, 0, 1, 1, 1, 1))
-    board = STAY_BIT | free[:-2, 1:-1] | free[2:, 1:-1] << 1 | free[1:-1, :-2] << 2 | free[1:-1, 2:] << 3
-    board = (board.flatten(0, 1) | (ground & 2) << 4 | (ground & 4) << 4) * (ground & 1 ^ 1)
-    return F.pad(board, (0, 0, 0, 1), value=STAY_BIT)
-
-
-STATE = ("cell", "board", "previous", "clock", "deadline")
-
-
-def ego_first(game, seats, columns=None):
-    """The states of a game as each of some seats [L] sees them, itself first; the environment last in each tensor.
-
-    columns [L, M] picks environments for each seat (all by default). -> dict of [.., L * M]
-    """
-    n, length = game.num_players, len(seats)
-    order = (seats[:, None] + torch.arange(n, device=seats.device)) % n  # [L, N]
-    if columns is None:
-        columns = torch.arange(game.num_envs, device=seats.device).expand(length, -1)
-    flat = columns.flatten()
-    turned = {name: getattr(game, name)[order[:, :, None], columns[:, None]].transpose(0, 1).flatten(1)
-              for name in ("cell", "previous")}
-    return {"cell": turned["cell"], "board": game.board[:, flat], "previous": turned["previous"],
-            "clock": game.clock[flat], "deadline": game.deadline[flat]}
-
-
-class Mind:
-    """What the search and the imagination ask of the networks, for L players and M states each: [L * M] in a row.
-
-    told [L, M, (N-1) * G] is what the policy knows of the others' goals: the middle of the belief, as in a real game.
-    goals [L, M, N-1, G] is one hypothesis about them for each state, by which they act: a draw from the belief.
-    """
-
-    def __init__(self, agent, moa, told, goals, uniform=False):
-        self.uniform, self.shape = uniform, goals.shape[:3]
-        length, _, others = self.shape
-        # What stays the same for all positions is computed once: the goals' part of the first layers, their scaled rows.
-        # The models of others are laid out [other, L], as the views' rows [other, L * M] are.
-        order = torch.arange(length * others, device=goals.device).view(length, others).T.flatten()
-        pairs = goals.permute(2, 0, 1, 3).flatten(0, 1)  # [(N-1) * L, M, G]
-        w1, split = agent.w1 * agent.scale, told.shape[-1]
-        self.goals = torch.cat([torch.baddbmm(agent.b1, told, w1[:, :split]),
-                                torch.baddbmm(moa.view.bias[order], pairs, moa.goal[order])])  # [N * L, M, hidden], itself first
-        weight = torch.cat([w1[:, split:], moa.view.weight[order] * moa.scale[:, None]])  # [N * L, F, hidden]
-        self.clock = weight[:, -NUM_ACTIONS - 2:-NUM_ACTIONS]
-        self.view = F.pad(weight, (0, 0, 0, 1)).flatten(0, 1)  # with a row of zeros after each one's
-        self.begin = (torch.arange(len(weight), device=goals.device) * (weight.shape[1] + 1)).to(torch.int32)[:, None, None]
-        self.hidden = moa.hidden.bias[order], moa.hidden.weight[order]
-        self.action = moa.action.bias[order], moa.action.weight[order]
-        self.own = agent
-
-    def think(self, seen):
-        """What RulesModel.see gives -> own log-probabilities [L * M, 7], value [L * M], the others' [L * M, N-1, 7]."""
-        length, many, others = self.shape
-        rows, clock, mask = seen
-        rows = (rows.unflatten(1, (length, many)).flatten(0, 1) + self.begin).flatten(0, 1)  # [N * L * M, K]
-        clock = clock.unflatten(0, (length, many)).repeat(others + 1, 1, 1)
-        first = F.embedding_bag(rows, self.view, mode="sum").view_as(self.goals)
-        first = first.add_(self.goals).baddbmm_(clock, self.clock)
-        mask = mask.unflatten(1, (length, many)).flatten(0, 1)  # [N * L, M, 7]
-        agent = self.own
-        hidden = torch.tanh(torch.baddbmm(agent.b2, torch.tanh(first[:length]), agent.w2))
-        log_probs = legal_log_softmax(torch.baddbmm(agent.b_actor, hidden, agent.w_actor), mask[:length])
-        value = torch.baddbmm(agent.b_critic, hidden, agent.w_critic)
-        mask = mask[length:]
-        if self.uniform:
-            chances = mask / mask.sum(-1, keepdim=True).clamp(min=1)
-        else:
-            hidden = F.relu(torch.baddbmm(self.hidden[0], F.relu(first[length:]), self.hidden[1]))
-            chances = legal_log_softmax(torch.baddbmm(self.action[0], hidden, self.action[1]), mask).exp()
-        chances = chances.unflatten(0, (others, length)).permute(1, 2, 0, 3).flatten(0, 1)
-        return log_probs.flatten(0, 1), value.flatten(), chances
-
-
-def improved_policy(log_probs, q, visits, value, beta):
-    """softmax(log-policy + beta * Q), where an action never tried counts with the value of what was tried.
-
-    The completed values and the improved policy are those of Gumbel MuZero (Danihelka et al. 2022, eq. 10-11, app. D).
-    """
-    policy = log_probs.exp()
-    tried = (visits > 0).float()
-    total = visits.sum(-1, keepdim=True)
-    weighted = (policy * q * tried).sum(-1, keepdim=True) / (policy * tried).sum(-1, keepdim=True).clamp(min=1e-9)
-    mixed = torch.where(total > 0, (value[..., None] + total * weighted) / (1 + total), value[..., None])
-    return (log_probs + beta * torch.where(visits > 0, q, mixed)).log_softmax(-1), torch.where(visits > 0, q, mixed)
-
-
-def sharpness(beta, floor, value, reward_scale):
-    """beta for scaled rewards, for each position: divided by what is expected there, so that a small prize is sought as
-    keenly in a poor game as a large one in a rich game."""
-    if floor is None:
-        return beta / reward_scale * torch.ones_like(value)[..., None]
-    return beta / (value.abs() + floor * reward_scale)[..., None]
-
-
-@torch.no_grad()
-def search(model, mind, state, simulations, beta, floor, gamma, reward_scale, widening, generator, max_depth=64, outcomes=8):
-    """Monte-Carlo tree search in many trees at once: one row of [T] for each.
-
-    Node k of every tree is made in simulation k, so the arrays are [node * T + tree]. An action of one's own leads to
-    several outcomes, one for each joint move met: a visit draws the others' actions anew; a new joint move adds a child
-    while there are fewer than widening * sqrt(visits), else a child met before is taken by how often it was.
-    -> visits [T, 7], Q [T, 7] (scaled rewards), root log-policy [T, 7], root value [T], depth reached [T]
-    """
-    trees, device = len(state["clock"]), state["clock"].device
-    tree = torch.arange(trees, device=device)
-    size = (simulations + 1) * trees
-    log_probs, value, chances = mind.think(model.see(state))
-    others = chances.shape[1]
-    store = {name: torch.empty(*part.shape[:-1], size, dtype=part.dtype, device=device) for name, part in state.items()}
-    policy = torch.empty(size, NUM_ACTIONS, device=device)
-    values = torch.empty(size, device=device)
-    drawn = torch.empty(size, others, NUM_ACTIONS, device=device)  # the others' chances, summed up for drawing
-    rewards = torch.zeros(size, device=device)
-    ended = torch.zeros(size, dtype=torch.bool, device=device)
-    visits = torch.zeros(size, NUM_ACTIONS, device=device)
-    totals = torch.zeros(size, NUM_ACTIONS, device=device)
-    # [(node * T + tree) * 7 + action, outcome]: the child's number, -1 where there is none (and its moves mean nothing)
-    child = torch.full((size * NUM_ACTIONS, outcomes), -1, dtype=torch.int32, device=device)
-    child_moves = torch.empty(size * NUM_ACTIONS, outcomes, dtype=torch.int64, device=device)
-    child_visits = torch.zeros(size * NUM_ACTIONS, outcomes, device=device)
-    power = NUM_ACTIONS ** torch.arange(others, device=device)
-
-    def put(number, state, log_probs, value, chances, reward=None, over=None):
-        rows = slice(number * trees, (number + 1) * trees)
-        for name, part in state.items():
-            store[name][..., rows] = part
-        policy[rows], values[rows], drawn[rows] = log_probs, value, chances.cumsum(-1)
-        if reward is not None:
-            rewards[rows], ended[rows] = reward * reward_scale, over
-            values[rows] = torch.where(over, 0.0, value)
-
-    put(0, state, log_probs, value, chances)
-    beta = sharpness(beta, floor, value, reward_scale)
-    depth_reached = torch.zeros(trees, device=device)
-    for number in range(1, simulations + 1):
-        row, path = tree, []  # the row of the node each tree stands at
-        going = torch.ones(trees, dtype=torch.bool, device=device)
-        parent, parent_action, parent_place, parent_moves = row, torch.zeros_like(row), torch.zeros_like(row), None
-        leaf_row, is_new = row, torch.zeros_like(going)
-        for depth in range(min(number, max_depth)):
-            count, prior, total, value, chance = (part.index_select(0, row) for part in (visits, policy, totals, values, drawn))
-            improved, _ = improved_policy(prior, total / count.clamp(min=1), count, value, beta)
-            action = (improved.exp() - count / (1 + count.sum(-1, keepdim=True))).masked_fill(prior < -1e7, -9).argmax(-1)
-            number_drawn = torch.rand(trees, others, 1, generator=generator, device=device) * (1 - 1e-6)
-            moves = (chance <= number_drawn * chance[..., -1:]).sum(-1)  # [T, others]
-            code = (moves * power).sum(-1)
-            edge = row * NUM_ACTIONS + action
-            known, known_moves, met = (part.index_select(0, edge) for part in (child, child_moves, child_visits))
-            same = (known_moves == code[:, None]) & (known >= 0)  # [T, outcomes]
-            children = (known >= 0).sum(-1)
-            room = (children < outcomes) & (children < widening * (count.gather(1, action[:, None])[:, 0] + 1).sqrt())
-            again = (met.cumsum(-1) <= torch.rand(trees, 1, generator=generator, device=device) * (1 - 1e-6)
-                     * met.sum(-1, keepdim=True)).sum(-1).clamp(max=outcomes - 1)
-            found = same.any(-1)
-            slot = torch.where(found, same.to(torch.uint8).argmax(-1), torch.where(room, children, again))
-            fresh = ~found & room & going
-            place = edge * outcomes + slot  # of the outcome among all
-            path.append((row, edge, place, going))
-            parent = torch.where(going, row, parent)
-            parent_action = torch.where(going, action, parent_action)
-            parent_place = torch.where(going, place, parent_place)
-            parent_moves = moves if parent_moves is None else torch.where(going[:, None], moves, parent_moves)
-            is_new |= fresh
-            reached = known.gather(1, slot[:, None])[:, 0]
-            reached_row = torch.where(fresh, number * trees + tree, reached * trees + tree)
-            leaf_row = torch.where(going, reached_row, leaf_row)
-            depth_reached += going
-            going = going & ~fresh & ~ended[reached_row.clamp(min=0)]
-            row = torch.where(going, reached_row, row)
-            if not going.any():
-                break
-        before = {name: part.index_select(-1, parent) for name, part in store.items()}
-        after, reward, over = model.step(before, torch.cat([parent_action[None], parent_moves.T]))
-        put(number, after, *mind.think(model.see(after)), reward, over)
-        value = values[leaf_row]
-        reached_row = leaf_row
-        for row, edge, place, valid in reversed(path):
-            # where the path ended higher up, this step was not taken
-            value = torch.where(valid, rewards[reached_row] + gamma * value, value)
-            once = valid.float()
-            visits.view(-1).index_add_(0, edge, once)
-            totals.view(-1).index_add_(0, edge, value * once)
-            child_visits.view(-1).index_add_(0, place, once)
-            reached_row = torch.where(valid, row, reached_row)
-        for kept, new in ((child.view(-1), number), (child_moves.view(-1), (parent_moves * power).sum(-1))):
-            kept[parent_place] = torch.where(is_new, new, kept[parent_place])
-    root = slice(0, trees)
-    q = totals[root] / visits[root].clamp(min=1)
-    return visits[root], q, policy[root], values[root], depth_reached / simulations
-
-
-# =================================================================================== beliefs
-
-PREY_MEMORY = 0.9  # an episode's catch counts this much less with each episode that follows, in --goals prey
-
-
-class Minds(nn.Module):
-    """All networks of L HOP+ players, stacked: nothing is shared between them.
-
-    Pair l * (N-1) + k - 1 is player l's model of the k-th player after it.
-    """
-
-    def __init__(self, args, num_inputs, num_hops):
-        super().__init__()
-        others = len(args.players) - 1
-        size, dim, final = args.hidden_size, args.goal_dim, args.final_time
-        self.agent = Agent(num_hops, others * dim + num_inputs, size, final, args.seed)
-        self.prior = GoalPrior(num_hops, len(args.players), args.height * args.width, args.vae_size, dim, args.seed)
-        self.moa = ActionModel(num_hops * others, num_inputs, size, dim, final, args.seed + 1)
-        self.inference = GoalInference(num_hops * others, num_inputs, len(args.players), size, dim, args.hypotheses, final,
-                                       args.seed + 2)
-
-    def take_over(self, goals):
-        """Starts every player's goal prior, inference and models of others from those of the warm-up (Goals, L = 1)."""
-        for part in ("prior", "moa", "inference"):
-            mine, given = getattr(self, part).state_dict(), getattr(goals, part).state_dict()
-            getattr(self, part).load_state_dict({
-                name: value if value.shape == mine[name].shape else value.expand_as(mine[name]).clone()
-                for name, value in given.items()})
-
-
-def views(observation):
-    """Each player's view as the goal prior takes it: planes, how soon the clock ends, legal actions: [N, B, V]."""
-    planes = observation["observation"].permute(1, 0, 2, 3, 4).flatten(2)
-    mask = observation["action_mask"].transpose(0, 1).to(torch.uint8)
-    soon = (observation["steps_left"][:, None] <= SOON.to(mask.device)).to(torch.uint8)
-    return torch.cat([planes, soon.expand(len(mask), -1, -1), mask], -1)
-
-
-def next_episode(carry, over, hypotheses):
-    """Where an episode is over [.., B], what is known of a player stays in the memory, its last view goes."""
-    is_memory = torch.arange(carry.shape[-1], device=carry.device) < hypotheses
-    return torch.where(over[..., None] & ~is_memory, 0.0, carry)
-
-
-class Meeting:
-    """The game and who sits where: HOP+ players with their beliefs, trained players, and all the others (a Lineup).
-
-    A belief is a mean and a log-variance of each other player's goal, [L, N-1, B, G]. Within an episode it follows from
-    what was seen so far; across episodes the inference keeps its memory of a player: how likely each of its hypotheses,
-    ways to play that it has learned, makes all that was seen, slowly forgetting. With --goals prey the mean holds the probabilities of stag and hare instead.
-    """
-
-    def __init__(self, args, num_envs, seed, minds=None, model=None, episodes=1):
-        players = list(args.players)
-        self.args, self.device = args, args.device
-        self.names = [f"player_{seat + 1}" for seat in range(len(players))]
-        self.hop_seats = [seat for seat, name in enumerate(players) if name == "hop"]
-        self.trained_seats = [seat for seat, name in enumerate(players) if ".pt:" in name]
-        self.seats = torch.tensor(self.hop_seats, dtype=torch.int64, device=args.device)
-        make_game = lambda num, seed: BatchedStagHunt(
-            num, num_players=len(players), device=args.device, seed=seed,
-            **{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)})
-        self.game = make_game(num_envs, seed)
-        own = set(self.hop_seats + self.trained_seats)
-        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(players)], self.game, seed, episodes)
-        self.observation = self.game.observe()
-        n, hops = len(players), len(self.hop_seats)
-        self.order = (self.seats[:, None] + torch.arange(n, device=args.device)) % n  # [L, N], each player first for itself
-        self.pairs = self.order[:, 1:].flatten()  # [P] the seat that is modelled
-        num_inputs = features(self.observation).shape[-1]
-        self.minds = minds or Minds(args, num_inputs, hops).to(args.device)
-        self.model = model or RulesModel(make_game(1, 0))
-        self.trained = None
-        if self.trained_seats:
-            self.trained = load_policies([players[seat] for seat in self.trained_seats], num_inputs).to(args.device)
-        self.carry = self.minds.inference.start(num_envs).detach().clone()
-        self.counts = torch.ones(len(self.pairs), num_envs, 2, device=args.device)  # what each was seen to catch
-        self.log_prey = self.counts.log()
-        self.hop_of = torch.tensor([self.hop_seats.index(seat) if seat in self.hop_seats else -1
-                                    for seat in self.pairs.tolist()], dtype=torch.int64, device=args.device)
-
-    # ---------------------------------------------------------------------------- what is believed
-
-    def believe(self, x):
-        """Takes in what is seen now, features [N, B, F]. -> mean and log-variance of the others' goals [L, N-1, B, G]"""
-        seen = x[self.pairs].float()
-        if self.args.goals == "prey":
-            mean = F.pad(self.log_prey.softmax(-1), (0, self.args.goal_dim - 2))
-            logvar = torch.zeros_like(mean)
-        else:
-            self.carry, mean, logvar = self.minds.inference.step(self.carry, seen)
-        shape = (len(self.hop_seats), x.shape[0] - 1)
-        return mean.unflatten(0, shape), logvar.unflatten(0, shape)
-
-    def update_belief(self, x, out):
-        """Takes in what was just played; where an episode is over, the next one begins with what is remembered."""
-        over = out["over"]
-        if self.args.goals == "prey":
-            action, present = out["action"].T[self.pairs].long(), out["present"].T[self.pairs]
-            seen = x[self.pairs].float()
-            part, mask = self.minds.moa.view_part(seen), seen[..., -NUM_ACTIONS:] != 0
-            for prey in range(2):  # how likely does each goal make the action just seen?
-                goal = torch.zeros(*seen.shape[:2], self.args.goal_dim, device=seen.device)
-                goal[..., prey] = 1
-                log_probs = self.minds.moa.from_parts(part, self.minds.moa.goal_part(goal), mask)
-                likely = log_probs.gather(-1, action[..., None])[..., 0].clamp(min=-5)
-                self.log_prey[..., prey] += torch.where(present, likely, 0.0)
-            caught = out["left"].T[self.pairs][..., None] & (action[..., None] == torch.tensor(
-                [HUNT_STAG, HUNT_HARE], device=action.device))
-            self.counts += caught
-            faded = 1 + (self.counts - 1) * PREY_MEMORY
-            self.counts = torch.where(over[:, None], faded, self.counts)
-            prior = (self.counts / self.counts.sum(-1, keepdim=True)).log()
-            self.log_prey = torch.where(over[:, None], prior, self.log_prey)
-        else:
-            self.carry = next_episode(self.carry, over, self.args.hypotheses)
-
-    def draw_goals(self, mean, logvar, generator):
-        """One hypothesis of the others' goals from the belief, of the same shape."""
-        if self.args.goals in ("zero", "none"):
-            return torch.zeros_like(mean)
-        if self.args.goals == "prey":
-            hare = torch.rand(mean.shape[:-1], generator=generator, device=mean.device) >= mean[..., 0]
-            return F.pad(F.one_hot(hare.long(), 2).to(mean.dtype), (0, mean.shape[-1] - 2))
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        return mean + (0.5 * logvar).exp() * noise
-
-    def told(self, mean):
-        """What the policy is told of the others' goals: [L, N-1, B, G] -> [L, B, (N-1) * G]."""
-        if self.args.goals in ("zero", "none"):
-            mean = torch.zeros_like(mean)
-        return mean.transpose(1, 2).flatten(2)
-
-    # ------------------------------------------------------------------------------- one joint move
-
-    @torch.no_grad()
-    def act(self, generator, how, greedy=False):
-        """One joint move [B, N], and a dict of what led to it, each [L, B, ...]."""
-        x = features(self.observation)
-        out = {"x": x, "carry": self.carry}
-        mean, logvar = self.believe(x)
-        told = self.told(mean)
-        log_probs, value = self.minds.agent(torch.cat([told, x[self.seats].float()], -1))
-        improved = log_probs
-        if how != "none" and len(self.hop_seats):
-            improved, out["search"] = self.plan(mean, logvar, log_probs, generator, how)
-        action = improved.argmax(-1) if greedy else sample_actions(improved.exp(), generator)
-        actions = self.lineup.act(self.game, self.observation)
-        if self.trained is not None:
-            chances, _ = self.trained(x[self.trained_seats])
-            actions[:, self.trained_seats] = sample_actions(chances.exp(), generator).T
-        actions[:, self.seats] = action.T
-        out |= {"told": told, "actions": action, "values": value, "mean": mean, "logvar": logvar, "policy": log_probs,
-                "improved": improved, "logprobs": log_probs.gather(-1, action[..., None]).squeeze(-1),
-                "entropy": -(log_probs.exp() * log_probs).sum(-1)}
-        return actions, out
-
-    def plan(self, mean, logvar, log_probs, generator, how):
-        """Searches the positions of those that are there. -> log of the improved policy [L, B, 7], and what was found"""
-        args, trees = self.args, self.args.trees
-        present = (self.game.cell < self.game.cells)[self.seats]  # [L, B]
-        most = max(int(present.sum(1).max()), 1)
-        columns = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # those that are there come first
-        length, many = columns.shape
-        index = columns[:, None, :, None].expand(-1, mean.shape[1], -1, mean.shape[3])
-        mean, logvar = (part.gather(2, index).transpose(1, 2) for part in (mean, logvar))  # [L, M, N-1, G]
-        mean, logvar = (part[:, :, None].expand(-1, -1, trees, -1, -1).flatten(1, 2) for part in (mean, logvar))
-        goals = self.draw_goals(mean, logvar, generator)  # [L, M * trees, N-1, G]
-        state = ego_first(self.game, self.seats, columns.repeat_interleave(trees, 1))
-        told = self.told(mean.transpose(1, 2))
-        mind = Mind(self.minds.agent, self.minds.moa, told, goals, args.goals == "none")
-        found = search(self.model, mind, state, max(args.simulations // trees, 1), args.beta, args.prize_floor, args.gamma,
-                       args.reward_scale, args.widening, generator, 1 if how == "one-step" else 64)
-        # over the trees: visits added, values averaged by them, the policies averaged
-        visits, q, policy, value, depth = (part.unflatten(0, (length, many, trees)) for part in found)
-        total = visits.sum(2)
-        q = (q * visits).sum(2) / total.clamp(min=1)
-        policy = policy.exp().mean(2)
-        mask = policy > 0
-        value = value.mean(2)
-        beta = sharpness(args.beta, args.prize_floor, value, args.reward_scale)
-        better, completed = improved_policy(policy.clamp(min=1e-9).log(), q, total, value, beta)
-        better = better.masked_fill(~mask, -1e8).log_softmax(-1)
-        there = present.gather(1, columns)
-        gain = ((better.exp() - policy) * completed).sum(-1) / args.reward_scale
-        changed = better.argmax(-1) != policy.argmax(-1)
-        spread = columns[..., None].expand(-1, -1, NUM_ACTIONS)
-        improved = log_probs.scatter(1, spread, torch.where(there[..., None], better, log_probs.gather(1, spread)))
-        full = torch.zeros_like(log_probs)
-        return improved, {"gain": gain[there].mean(), "changed": changed[there].float().mean(), "depth": depth.mean(),
-                          "q": full.scatter(1, spread, completed / args.reward_scale),
-                          "visits": full.scatter(1, spread, total), "decisions": there.sum()}
-
-    def play(self, actions, x, restart=True):
-        """Plays a joint move; begins new episodes where one is over, unless told not to. -> what advance returns"""
-        out = self.game.advance(actions)
-        out["over"] = out["terminated"] | out["truncated"]
-        out["ended"] = out["left"] | out["over"][:, None]  # this player's own game is over [B, N]
-        self.observation = out["after"] = self.game.observe()
-        if restart:
-            self.observation = self.game.reset(out["over"])
-            self.lineup.reset(out["over"])
-        self.update_belief(x, out)
-        return out
-
-    def get_state(self):
-        return {"game": self.game.get_state(), "lineup": self.lineup.get_state(), "carry": self.carry.clone(),
-                "counts": self.counts.clone(), "log_prey": self.log_prey.clone()}
-
-    def set_state(self, state):
-        self.game.set_state(state["game"])
-        self.lineup.set_state(state["lineup"])
-        self.carry, self.counts, self.log_prey = (state[name].clone() for name in ("carry", "counts", "log_prey"))
-        self.observation = self.game.observe()
-
-
-# ================================================================================== learning
-
-
-class Returns:
-    """Sums up the episodes' returns as they are played, and keeps the last 500."""
-
-    def __init__(self, num_envs, num_players, device):
-        self.running = torch.zeros(num_envs, num_players, device=device)
-        self.last = torch.zeros(0, num_players, device=device)
-
-    def add(self, reward, over):
-        """Takes in the rewards [B, N] of a step, and where an episode is over [B]."""
-        self.running += reward
-        self.last = torch.cat([self.last, self.running[over]])[-500:]
-        self.running *= ~over[:, None]
-
-
-def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
-    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1, ...].
-
-    Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
-    trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
-    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and Retrace.
-    """
-    trace = torch.ones_like(rewards) if trace is None else trace
-    goes_on = (~ends).to(rewards.dtype)
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[0])
-    for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * values[t + 1] * goes_on[t] - values[t]
-        advantages[t] = present[t] * (delta + gamma * gae_lambda * goes_on[t] * later)
-        later = trace[t] * advantages[t]
-    return advantages, values[:-1] + trace * advantages
-
-
-def masked_mean(x, weight):
-    """The mean of each row over its samples: [L, M] -> [L]."""
-    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
-
-
-def ppo_loss(log_probs, value, batch, args, ent_coef):
-    """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
-
-    log_probs [L, M, 7] and value [L, M] are the networks' answers now; batch holds [L, M] of actions, logprobs,
-    values, advantages, returns, trace, and weight: 1 for a sample, 0 for a step at which the player was absent.
-    """
-    weight = batch["weight"]
-    logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
-    ratio = logratio.exp()
-    advantages = batch["advantages"]
-    if args.norm_adv:
-        centred = advantages - masked_mean(advantages, weight)[:, None]
-        advantages = centred / (masked_mean(centred.square(), weight).sqrt()[:, None] + 1e-8)
-    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
-    policy_loss = -masked_mean(surrogate * batch["trace"], weight)
-    error = (value - batch["returns"]).square()
-    if args.clip_vloss:
-        clipped = batch["values"] + (value - batch["values"]).clamp(-args.clip_coef, args.clip_coef)
-        error = torch.maximum(error, (clipped - batch["returns"]).square())
-    value_loss = 0.5 * masked_mean(error, weight)
-    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
-    loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
-    with torch.no_grad():
-        approx_kl = masked_mean(ratio - 1 - logratio, weight)  # http://joschu.net/blog/kl-approx.html
-        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight)
-    parts = {"policy_loss": policy_loss, "value_loss": value_loss / args.reward_scale**2, "entropy": entropy,
-             "approx_kl": approx_kl, "clipfrac": clipfrac}
-    return loss, {key: value.detach() for key, value in parts.items()}
-
-
-def clip_gradients(agent, max_norm):
-    """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
-    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
-    for gradient in gradients:
-        gradient.mul_(factor)
-
-
-def update(agent, network, optimizer, data, trace, args, ent_coef, soft_coef, generator):
-    """One PPO update of all learners on data [T, L, M]. -> the means of the losses over the update, each [L]"""
-    rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
-    advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
-                                      args.gae_lambda, trace)
-    if args.prize_floor is not None:  # in a poor game a small prize counts as much as a large one in a rich game
-        advantages = advantages / (data["values"][:-1].abs() + args.prize_floor * args.reward_scale)
-    data = {**data, "values": data["values"][:-1], "advantages": advantages, "returns": returns,
-            "trace": torch.ones_like(advantages) if trace is None else trace,
-            "weight": data["present"].to(advantages.dtype)}
-    columns = ("x", "actions", "logprobs", "values", "advantages", "returns", "trace", "weight")
-    flat = {key: data[key].transpose(0, 1).flatten(0, 2) for key in columns}  # [L * samples, ...]
-    weight = flat["weight"].view(advantages.shape[1], -1)  # [L, samples]
-    num_learners, samples = weight.shape
-    offset = torch.arange(num_learners, device=weight.device)[:, None] * samples
-    most = max(int(weight.sum(1).max()), args.num_minibatches)
-    active = torch.ones(num_learners, dtype=torch.bool, device=weight.device)
-    totals = []
-    for _ in range(args.update_epochs):
-        # a random order with the absent at the end: the longest list of samples is as far as one need go
-        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
-        for rows in order.chunk(args.num_minibatches, 1):
-            index = (rows + offset).flatten()
-            batch = {key: value.index_select(0, index).unflatten(0, rows.shape) for key, value in flat.items()}
-            log_probs, value = network(batch["x"])
-            loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            clip_gradients(agent, args.max_grad_norm)
-            if args.target_kl is None:
-                optimizer.step()
-            else:
-                active = active & (parts["approx_kl"] <= args.target_kl)
-                step_some(agent, optimizer, active)
-            totals.append(parts)
-    means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
-    value_error = flat["returns"] - flat["values"]
-    spread = [variance(column.view(num_learners, -1), weight) for column in (value_error, flat["returns"])]
-    means["explained_variance"] = 1 - spread[0] / spread[1].clamp(min=1e-8)
-    return means
-
-
-def variance(x, weight):
-    """The variance of each row over its samples: [L, M] -> [L]."""
-    return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
-
-
-def step_some(agent, optimizer, active):
-    """Lets the optimiser step, and takes the step back for the learners that are not active [L]."""
-    tensors = [*agent.parameters()] + [state[key] for state in optimizer.state.values() for key in ("exp_avg", "exp_avg_sq")]
-    before = [tensor.detach().clone() for tensor in tensors]
-    optimizer.step()
-    with torch.no_grad():
-        for tensor, old in zip(tensors, before):
-            tensor.copy_(torch.where(active[:, None, None], tensor, old))
-
-
-def gaussian_kl(mean, logvar, other_mean, other_logvar):
-    """KL(N(mean, var) || N(other)) of diagonal normals, summed over the last dimension."""
-    distance = (logvar.exp() + (mean - other_mean).square()) * (-other_logvar).exp()
-    return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
-
-
-def load_goals(path, flag, args, num_inputs):
-    """The networks of a checkpoint of this script; ones that do not fit the flags are refused."""
-    checkpoint = load_checkpoint(path, flag)
-    if checkpoint["script"] != "pretrain_vae.py":
-        raise Refused(f"{flag}: {path} holds no goals, it was written by {checkpoint['script']}")
-    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size", "hypotheses"):
-        trained, given = checkpoint["config"][name], getattr(args, name)
-        if trained != given:
-            raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was trained with {trained}")
-    models = Goals(args, num_inputs)
-    models.load_state_dict(checkpoint["goals"])
-    return models
-
-
-@torch.no_grad()
-def record_meetings(args, num_envs, num_steps):
-    """Plays meetings of rule-based players of --mix, the data of the warm-up: dict of [T, ...] as play_steps gives it.
-
-    The same players meet for the whole record; in half of the meetings all of one kind, else each drawn for itself.
-    """
-    game = BatchedStagHunt(num_envs, num_players=len(args.players), device=args.device, seed=args.seed + 7,
-                           **{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)})
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    rules = []
-    for name in args.mix:
-        if player_rule(name) is None:
-            raise Refused(f"--mix {name!r} is not known; there are {PLAYER_NAMES}")
-        rules.append(player_rule(name))
-    kind = torch.randint(len(rules), (num_envs, game.num_players), generator=generator, device=args.device)
-    kind = torch.where(torch.arange(num_envs, device=args.device)[:, None] % 2 == 0, kind[:, :1], kind)
-    rule = torch.tensor(rules, dtype=torch.float64, device=args.device)[kind].float()
-    never, steps = torch.zeros(num_envs, dtype=torch.bool, device=args.device), []
-    for _ in range(num_steps):
-        step = {"x": features(game.observe()), "state": {name: getattr(game, name).clone() for name in STATE}}
-        out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
-        over = out["terminated"] | out["truncated"]
-        step |= {"joint": out["action"].T.long(), "rewards": out["reward"].T, "left": out["left"].T, "over": over,
-                 "ends": (out["left"] | over[:, None]).T, "present": out["present"].T, "after": views(game.observe())}
-        steps.append(step)
-        game.reset(over)
-    data = {key: torch.stack([step[key] for step in steps]) for key in steps[0] if key != "state"}
-    data["state"] = {name: torch.stack([step["state"][name] for step in steps], -2) for name in STATE}  # [.., T, B]
-    return data
-
-
-def cut_steps(data, begin, end, envs=slice(None)):
-    """Some steps and environments of a dict of play_steps or record_meetings."""
-    cut = {}
-    for key, value in data.items():
-        if key == "state":
-            cut[key] = {name: part[..., begin:end, envs] for name, part in value.items()}
-        else:  # the environment is the last dimension, or the last but one
-            value = value[begin:end]
-            cut[key] = value[:, envs] if key == "over" else value[:, :, envs]
-    return cut
-
-
-WARMUP_RATE = 4e-3  # step size of Adam at the start of both parts of the warm-up
-
-
-def warm_up_goals(args, num_inputs, record):
-    """Learns goals, their inference and a model of others from the meetings of the record. -> Goals (L = 1)"""
-    flags = SimpleNamespace(**vars(args) | {"num_players": len(args.players)})
-    if args.vae_checkpoint:
-        path = args.vae_checkpoint
-        path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
-        return load_goals(path, f"--vae-checkpoint {args.vae_checkpoint}", flags, num_inputs).to(args.device)
-    goals = Goals(flags, num_inputs).to(args.device)
-    optimizer = torch.optim.Adam(goals.parameters(), lr=WARMUP_RATE, eps=1e-5, fused=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    steps, envs = record["over"].shape
-    pieces = [piece for _ in range(args.warmup_epochs) for piece in torch.randperm(envs, generator=generator, device=args.device).split(16)]
-    for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
-        for group in optimizer.param_groups:
-            group["lr"] = WARMUP_RATE * (1 - done / len(pieces))
-        carry = None
-        for begin in range(0, steps, args.final_time):
-            data = cut_steps(record, begin, begin + args.final_time, piece)
-            players = len(data["x"][0])
-            row = lambda key: data[key].transpose(1, 2).flatten(1, 2)[None]  # [1, T, B * N, ...]
-            x, action, weight = row("x").float(), row("joint"), row("present").float().flatten(1)
-            where = last_steps(row("ends"), args.horizon)
-            mean, logvar = goals.prior.encode(row("after").float().flatten(1, 2))
-            noise = torch.randn(2, *mean.shape, generator=generator, device=mean.device)
-            goal = mean + (0.5 * logvar).exp() * noise[0]
-            recon = rebuild_loss(goals.prior.decode(goal.detach()), row("after"), goals.prior.cells, players)
-            index = where.flatten(1)[..., None].expand_as(goal)
-            over = data["over"].repeat_interleave(players, 1)
-            carry = goals.inference.start(over.shape[1]) if carry is None else carry.detach()
-            inferred, inferred_logvar, likely, carry = infer_goals(goals.inference, x, carry, action, over)
-            inferred, inferred_logvar = inferred.flatten(1, 2), inferred_logvar.flatten(1, 2)
-            guess = inferred + (0.5 * inferred_logvar).exp() * noise[1]
-            loss = args.inference_weight * masked_mean(gaussian_kl(
-                mean.gather(1, index).detach(), logvar.gather(1, index).detach(), inferred, inferred_logvar), weight)
-            loss = loss + 1e-3 * masked_mean(gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)), weight)
-            loss = loss + action_loss(goals.moa, x.flatten(1, 2), (goal.gather(1, index), guess, inferred), action.flatten(1),
-                                      weight) + masked_mean(recon, weight) - masked_mean(likely.flatten(1), weight)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            for part in (goals.prior, goals.moa, goals.inference):
-                clip_gradients(part, args.max_grad_norm)
-            optimizer.step()
-    return goals
-
-
-def last_steps(ends, horizon):
-    """For each step of a player's game [P, T, B] the last one within the horizon, as rows of [T * B] laid out flat."""
-    pairs, steps, envs = ends.shape
-    column = torch.arange(envs, device=ends.device)
-    where = torch.empty(ends.shape, dtype=torch.int64, device=ends.device)
-    end = torch.full((pairs, envs), steps - 1, device=ends.device)
-    for t in reversed(range(steps)):
-        end = torch.where(ends[:, t], t, end)
-        where[:, t] = end.clamp(max=t + horizon - 1) * envs + column
-    return where
-
-
-def rebuild_loss(rebuilt, view, cells, players):
-    """-log-likelihood of views [1, T, B, V], as the decoder rebuilds them: [1, T * B]."""
-    planes = view[..., :cells * (players + 3)].flatten(1, 2).unflatten(-1, (cells, players + 3))
-    each = planes[..., :players].transpose(2, 3).float()  # [1, M, N, C]
-    each = torch.cat([each, 1 - each.sum(-1, keepdim=True)], -1)
-    ground = planes[..., players:].float()
-    ground = torch.cat([1 - ground.sum(-1, keepdim=True), ground], -1)  # [1, M, C, 4]
-    return -(rebuilt[0] * each).sum((-2, -1)) - (rebuilt[1] * ground).sum((-2, -1))
-
-
-def action_loss(moa, x, goals, action, weight):
-    """-log-probability of the actions [P, M] under the model of others, summed over several versions of the goals: [P]."""
-    part, mask, loss = moa.view_part(x), x[..., -NUM_ACTIONS:] != 0, 0.0
-    for goal in goals:
-        log_probs = moa.from_parts(part, moa.goal_part(goal), mask)
-        loss = loss - masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
-    return loss
-
-
-def warm_up_world(args, game):
-    """Learns the world model of this board from mixed games. -> WorldModel"""
-    if args.world_model_checkpoint:
-        path = args.world_model_checkpoint
-        path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
-        model, _ = load_world_model(path, "--world-model-checkpoint", args.device)
-        if not isinstance(model, WorldModel):
-            raise Refused(f"--world-model-checkpoint {path} holds a model of --model mlp, the search needs --model local")
-        return model
-    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-    data = collect(board | {"num_players": len(args.players)}, 150 * args.warmup_updates, args.seed, args.device)
-    torch.manual_seed(args.seed)
-    model = WorldModel(args.hidden_size, common_rewards([data]), seen_kinds([data])).to(args.device)
-    optimizer = torch.optim.Adam(model.parameters(), lr=WARMUP_RATE, fused=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    for number in tqdm(range(args.warmup_updates), desc="warming up: world model", leave=False, dynamic_ncols=True):
-        for group in optimizer.param_groups:
-            group["lr"] = WARMUP_RATE * 0.5 * (1 + math.cos(math.pi * number / args.warmup_updates))
-        rows = torch.randint(rows_of(data), (1024,), generator=generator, device=args.device)
-        terms = model.loss_terms(pick_rows(data, rows))
-        loss = terms["planes"].sum() + 10 * terms["reward"] + terms["end"]
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    return model
-
-
-@torch.no_grad()
-def play_steps(meeting, returns, num_steps, generator, how):
-    """Plays num_steps real steps. -> dict of [T, ...]: what the players saw, believed, did and got."""
-    steps = []
-    for _ in range(num_steps):
-        state = {name: getattr(meeting.game, name).clone() for name in STATE}
-        actions, seen = meeting.act(generator, how)
-        seen["chances"] = meeting.lineup.probabilities(meeting.game).transpose(0, 1)  # of rule-based players, exactly
-        out = meeting.play(actions, seen["x"])
-        returns.add(out["reward"], out["over"])
-        seen |= {"state": state, "joint": out["action"].T.long(), "rewards": out["reward"].T, "ends": out["ended"].T,
-                 "left": out["left"].T, "present": out["present"].T, "over": out["over"], "after": views(out["after"])}
-        steps.append(seen)
-    x = features(meeting.observation)
-    carry, counts = meeting.carry, meeting.log_prey
-    mean, _ = meeting.believe(x)
-    meeting.carry, meeting.log_prey = carry, counts  # only a look ahead
-    last = meeting.minds.agent(torch.cat([meeting.told(mean), x[meeting.seats].float()], -1))[1]
-    data = {key: torch.stack([step[key] for step in steps]) for key in steps[0] if key not in ("state", "search")}
-    data["state"] = {name: torch.stack([step["state"][name] for step in steps], -2) for name in STATE}  # [.., T, B]
-    data["values"] = torch.cat([data["values"], last[None]])
-    if "search" in steps[0]:
-        data["search"] = {key: torch.stack([step["search"][key] for step in steps]).float().mean()
-                          for key in ("gain", "changed", "depth")}
-        data["decisions"] = sum(step["search"]["decisions"] for step in steps)
-    return data
-
-
-class Imagination:
-    """Games that go on in the players' heads: each one's own policy against models of the others.
-
-    A game starts from a state of a real game, with a draw of the others' goals from what is believed of them there. It
-    ends as real ones end, and another begins.
-    """
-
-    def __init__(self, meeting, num, generator):
-        self.meeting, self.num, self.generator = meeting, num, generator
-        self.state = self.told = self.goals = self.data = None
-
-    def start_from(self, data):
-        """Takes recorded games to start from, each at any step at which the player is there, more often at its begin (--fresh)."""
-        meeting, args = self.meeting, self.meeting.args
-        self.data, self.starts = data, {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
-        present = data["present"][:, meeting.seats].transpose(0, 1).flatten(1).float()  # [L, T * B]
-        first = present * (self.starts["clock"] == 0)
-        share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
-        self.chance = present + first * args.fresh / (share * (1 - args.fresh) + 1e-9) + 1e-9
-
-    def draw_states(self):
-        """Draws steps of the recorded games. -> rows [L, num], states there"""
-        picked, flat = torch.multinomial(self.chance, self.num, replacement=True, generator=self.generator), self.starts
-        turned = {name: flat[name][self.meeting.order[:, :, None], picked[:, None]].transpose(0, 1).flatten(1)
-                  for name in ("cell", "previous")}
-        column = picked.flatten()
-        return picked, {"cell": turned["cell"], "board": flat["board"][:, column], "previous": turned["previous"],
-                        "clock": flat["clock"][column], "deadline": flat["deadline"][column]}
-
-    def go_on(self, over, moves):
-        """Begins other games where one is over [L, num]; moves [L * num, N-1] is what the others just did."""
-        picked, state = self.draw_states()
-        each = torch.arange(len(picked), device=picked.device)[:, None]
-        at = lambda belief: belief.permute(1, 0, 3, 2, 4).flatten(1, 2)[each, picked]  # [L, num, N-1, G]
-        mean, logvar = at(self.data["mean"]), at(self.data["logvar"])
-        told, goals = self.meeting.told(mean.transpose(1, 2)), self.meeting.draw_goals(mean, logvar, self.generator)
-        if self.state is None:
-            self.state, self.told, self.goals = state, told, goals
-        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
-        self.told = torch.where(over[:, :, None], told, self.told)
-        self.goals = torch.where(over[:, :, None, None], goals, self.goals)
-
-    def think(self, x):
-        """Of the present states, whose features are x [N, L * num, F]: what the policy is told [L, num, ..], its
-        log-probabilities [L * num, 7], values [L * num], and the others' chances [L * num, N-1, 7]."""
-        minds = self.meeting.minds
-        mind = Mind(minds.agent, minds.moa, self.told, self.goals, self.meeting.args.goals == "none")
-        return self.told, *mind.think(self.meeting.model.see(self.state))
-
-    @torch.no_grad()
-    def play(self, data, num_steps):
-        """num_steps more steps of all games. -> data as PPO's update takes it"""
-        meeting, args = self.meeting, self.meeting.args
-        shape = (len(meeting.hop_seats), self.num)
-        if data is not self.data:
-            self.start_from(data)
-        if self.state is None:
-            self.go_on(torch.ones(shape, dtype=torch.bool, device=meeting.seats.device), None)
-        out = {key: [] for key in ("x", "actions", "logprobs", "entropy", "values", "rewards", "ends")}
-        for _ in range(num_steps):
-            x = meeting.model.features(self.state)
-            told, log_probs, value, chances = self.think(x)
-            action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(chances, self.generator)
-            out["x"].append(torch.cat([told, x[0].float().unflatten(0, shape)], -1))
-            accompanied = (self.state["cell"][1:] < meeting.game.cells).any(0)  # alone, nothing is left to be tried out together
-            self.state, reward, over = meeting.model.step(self.state, torch.cat([action[None], moves.T]))
-            for key, part in (("actions", action), ("logprobs", log_probs.gather(-1, action[:, None])[:, 0]),
-                              ("entropy", -(log_probs.exp() * log_probs).sum(-1) * accompanied), ("values", value),
-                              ("rewards", reward * args.reward_scale), ("ends", over)):
-                out[key].append(part.unflatten(0, shape))
-            self.go_on(over.view(shape), moves)
-        out["values"].append(self.think(meeting.model.features(self.state))[2].unflatten(0, shape))
-        out = {key: torch.stack(value) for key, value in out.items()}
-        return out | {"present": torch.ones_like(out["ends"])}
-
-    def get_state(self):
-        return self.state, self.told, self.goals
-
-    def set_state(self, state):
-        self.state, self.told, self.goals = state
-
-
-class Strangers(Imagination):
-    """Meetings with strangers, imagined: episode after episode with the same others, who play like those of the warm-up.
-
-    What the warm-up's inference knew of a player at the end of a recorded meeting is taken as its type: with it and its
-    present view a stranger has a goal at each step, and acts by the warm-up's model of others. In some meetings (--tremble)
-    their hands tremble: a share of their actions, from none to all, is drawn at random from the legal ones, so that
-    there are more ways to play than the record shows. The player's own belief about them follows what they do while it is
-    there itself, within the episode and on to the next; the policy learns what to make of each, and the inference to
-    tell them apart (`learn_strangers`).
-
-    The strangers' networks stay as the warm-up left them: those of self-play learn that whoever stands on the stag hunts it,
-    and one such hunt in twenty games makes waiting among hare hunters look worth while.
-    """
-
-    MEETING = 8  # calls of `play` that a meeting lasts, on average
-    LESSON = 64  # games of which the models of others learn
-
-    def __init__(self, meeting, num, generator, record, goals):
-        super().__init__(meeting, num, generator)
-        self.networks = goals  # of the warm-up
-        self.start_from({key: record[key] for key in ("state", "present")})
-        self.cast = self.types_of(record)[meeting.pairs]  # [P, meetings, K]
-        self.types = self.tremble = self.carry = None
-
-    @torch.no_grad()
-    def types_of(self, record):
-        """What the inference knows of each player at the end of each recorded meeting: [N, meetings, K]."""
-        answer, inference = [], self.networks.inference
-        steps, meetings = record["over"].shape
-        for first in range(0, meetings, 32):
-            part = cut_steps(record, 0, steps, slice(first, first + 32))
-            players = part["x"].shape[1]
-            row = lambda key: part[key].transpose(1, 2).flatten(1, 2)[None]  # [1, T, B * N, ...]
-            over = part["over"].repeat_interleave(players, 1)
-            carry = infer_goals(inference, row("x").float(), inference.start(over.shape[1]), row("joint"), over)[3]
-            answer.append(carry[0, :, :inference.hypotheses].unflatten(0, (-1, players)).transpose(0, 1))
-        return torch.cat(answer, 1)
-
-    @torch.no_grad()
-    def play(self, num_steps):
-        """As Imagination.play, from the games of the record; some of the meetings are with others than before. What
-        `learn_strangers` takes is in `lesson` after it."""
-        length, others = len(self.meeting.hop_seats), len(self.cast) // len(self.meeting.hop_seats)
-        rand = lambda: torch.rand(length, self.num, generator=self.generator, device=self.cast.device)
-        new = rand() < (1 if self.state is None else 1 / self.MEETING)
-        shaken = (rand() < self.meeting.args.tremble) * (1.5 * rand()).clamp(max=1)
-        start = self.meeting.minds.inference.start(self.num)
-        game = (rand() * self.cast.shape[1]).long().repeat_interleave(others, 0)[..., None]
-        types = self.cast.gather(1, game.expand(-1, -1, self.cast.shape[2]))
-        if self.state is None:
-            self.state, self.carry, self.types, self.tremble = self.draw_states()[1], start, types, shaken
-        self.renew(new)
-        self.tremble = torch.where(new, shaken, self.tremble)
-        new = new.repeat_interleave(others, 0)[..., None]
-        self.carry, self.types = torch.where(new, start, self.carry), torch.where(new, types, self.types)
-        self.shown, carry = [], self.carry[:, :self.LESSON]
-        dream = super().play(self.data, num_steps)
-        # strangers do not learn, so nobody is paid for trying things out with them: while that was paid (soft_coef), players
-        # idled among hare hunters instead of taking the last hare
-        dream["entropy"] = torch.zeros_like(dream["entropy"])
-        self.lesson = {key: torch.stack([step[key] for step in self.shown], 1) for key in self.shown[0]}  # [P, T, ..]
-        self.lesson["carry"] = carry
-        return dream
-
-    def renew(self, over):
-        """Other boards where an episode is over [L, num]."""
-        _, state = self.draw_states()
-        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
-
-    def go_on(self, over, moves):
-        """Begins the next episode where one is over [L, num], with the same others."""
-        pairs = over.repeat_interleave(len(self.cast) // len(over), 0)  # [P, num]
-        moves = moves.unflatten(0, over.shape).transpose(1, 2).flatten(0, 1)  # [P, num]
-        self.shown.append({key: part[:, :self.LESSON].clone() for key, part in (
-            ("x", self.seen), ("there", self.there), ("action", moves), ("over", pairs))})
-        self.carry = next_episode(self.known, pairs, self.networks.inference.hypotheses)
-        self.renew(over)
-
-    def think(self, x):
-        """As Imagination.think; what is known after this look counts once a step has been played."""
-        minds, length = self.meeting.minds, len(self.meeting.hop_seats)
-        x = x.float().unflatten(1, (length, -1))  # [N, L, num, F]
-        seen = x[1:].transpose(0, 1)  # [L, N-1, num, F]
-        shape = seen.shape[:3]
-        self.seen = seen.flatten(0, 1)
-        there = self.state["cell"][1:] < self.meeting.game.cells  # [N-1, L * num]
-        self.there = there.unflatten(1, (length, -1)).transpose(0, 1).flatten(0, 1)
-        self.known, mean, _ = minds.inference.step(self.carry, self.seen)
-        told = self.meeting.told(mean.unflatten(0, shape[:2]))
-        log_probs, value = minds.agent(torch.cat([told, x[0]], -1))
-        # all strangers are moved by the same networks: one long row of them
-        row = seen.flatten(0, 2)[None]
-        goal, _ = self.networks.inference.read(self.types.flatten(0, 1)[None], self.networks.inference.glance(row))
-        mask = row[..., -NUM_ACTIONS:] != 0
-        chances = self.networks.moa(row, goal).exp().view(*shape, NUM_ACTIONS)
-        uniform = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).view(chances.shape)
-        tremble = self.tremble[:, None, :, None]
-        chances = ((1 - tremble) * chances + tremble * uniform).transpose(1, 2).flatten(0, 1)  # [L * num, N-1, 7]
-        return told, log_probs.flatten(0, 1), value.flatten(), chances
-
-    def get_state(self):
-        return self.state, self.carry, self.types, self.tremble
-
-    def set_state(self, state):
-        self.state, self.carry, self.types, self.tremble = state
-
-
-@torch.no_grad()
-def goals_in_hindsight(meeting, data):
-    """What each other player was heading for at each step, as mean and log-variance [P, T, B, G].
-
-    Latent: the embedding of the state after one of the next `horizon` steps of the co-player's game, the one whose
-    reward and value is the highest (--selector max) or lowest for the reader. Prey: what it caught in this game.
-    """
-    args, pairs, minds = meeting.args, meeting.pairs, meeting.minds
-    length, others = meeting.order.shape[0], meeting.order.shape[1] - 1
-    steps, envs = data["over"].shape
-    stops = data["ends"].transpose(0, 1)[pairs]  # [P, T, B] after this step the co-player's game is over
-    if args.goals == "prey":
-        joint, left = data["joint"].transpose(0, 1)[pairs], data["left"].transpose(0, 1)[pairs]
-        goal = torch.full((*joint.shape, 2), 0.5, device=joint.device)  # unknown where the data end before the game
-        later = goal[:, 0]
-        for t in reversed(range(steps)):
-            caught = F.one_hot((joint[:, t] == HUNT_HARE).long(), 2).to(goal.dtype)
-            later = torch.where(left[:, t, :, None], caught, torch.where(stops[:, t, :, None], 0.5, later))
-            goal[:, t] = later
-        goal = F.pad(goal, (0, args.goal_dim - 2))
-        return goal, torch.full_like(goal, -10)
-    after = data["after"].transpose(0, 1)[pairs].float()  # [P, T, B, V]
-    mean, logvar = minds.prior.encode(after.unflatten(0, (length, others)).flatten(1, 3))  # [L, (N-1) * T * B, G]
-    mean, logvar = (part.reshape(length * others, steps, envs, -1) for part in (mean, logvar))
-    if "values" not in data:  # games of others, which the reader has no share in: where they ended
-        where = last_steps(stops, args.horizon).flatten(1)[..., None].expand(-1, -1, mean.shape[-1])
-        return mean.flatten(1, 2).gather(1, where).view_as(mean), logvar.flatten(1, 2).gather(1, where).view_as(mean)
-    goes_on = ~data["ends"][:, meeting.seats]
-    worth = data["rewards"][:, meeting.seats] * args.reward_scale + args.gamma * goes_on * data["values"][1:]
-    worth = worth.transpose(0, 1)[:, None].expand(-1, others, -1, -1).flatten(0, 1)  # [P, T, B]
-    worth = worth if args.selector == "max" else -worth
-    last = last_steps(stops, args.horizon) // envs
-    step = torch.arange(steps, device=worth.device)
-    within = (step[:, None, None] <= step[:, None]) & (step[:, None] <= last[:, :, None])  # [P, T, T, B]
-    where = worth[:, None].masked_fill(~within, -math.inf).argmax(2)
-    index = where[..., None].expand(-1, -1, -1, mean.shape[-1])
-    return mean.gather(1, index), logvar.gather(1, index)
-
-
-def later_catch(data, pairs):
-    """Whether the other player goes on to catch something in its game, as far as the data tell: [P, T, B]."""
-    left, stops = data["left"].transpose(0, 1)[pairs], data["ends"].transpose(0, 1)[pairs]
-    caught, later = torch.zeros_like(left), torch.zeros_like(left[:, 0])
-    for t in reversed(range(left.shape[1])):
-        later = left[:, t] | (~stops[:, t] & later)
-        caught[:, t] = later
-    return caught
-
-
-def infer_goals(inference, x, carry, action, over):
-    """The inference over steps in order, features [P, T, B, F] and the actions taken there [P, T, B]; over is [T, B] or [P, T, B].
-
-    What `inference.step` does, step by step: only the memory waits for the step before, all else is done for all at once.
-    -> mean and log-variance of the goals [P, T, B, G], the log-probability of the actions by the weighted hypotheses
-    [P, T, B], the next carry
-    """
-    steps, kinds = x.shape[1], inference.hypotheses
-    hidden, table = (part.unflatten(1, x.shape[1:3]) for part in inference.look(x.flatten(1, 2)))
-    taken = table.gather(3, action[..., None, None].expand(-1, -1, -1, 1, kinds))[:, :, :, 0]  # [P, T, B, K]
-    h, before = carry[..., :kinds], carry[..., kinds:].unflatten(-1, (NUM_ACTIONS, kinds))
-    seen = before.gather(2, inference.played(x[:, 0])[..., None, None].expand(-1, -1, 1, kinds))[:, :, 0]
-    keep, memory = torch.sigmoid(inference.keep), []
-    for t in range(steps):
-        h = keep * h + seen
-        memory.append(h)
-        seen = taken[:, t] * ~over[..., t, :, None]  # the first view of an episode tells of no action
-    memory = torch.stack(memory, 1)
-    mean, logvar = inference.read(memory.flatten(1, 2), hidden.flatten(1, 2))
-    likely = (memory.log_softmax(-1) + taken).logsumexp(-1)
-    carry = next_episode(torch.cat([h, table[:, -1].flatten(2)], -1), over[..., -1, :], kinds)
-    return mean.unflatten(1, x.shape[1:3]), logvar.unflatten(1, x.shape[1:3]), likely, carry
-
-
-@torch.no_grad()
-def belief_accuracy(mean, logvar, goal, weight, prey):
-    """How often a belief [P, T, B, G] holds the goal in hindsight likelier than that of another game: [P]; half of the
-    time if it knew nothing. With --goals prey, how often it names the prey."""
-    if prey:
-        right, weight = (mean[..., 0] > 0.5) == (goal[..., 0] > 0.5), weight * (goal[..., 0] != 0.5).flatten(1)
-    else:
-        distance = lambda point: ((point - mean).square() * (-logvar).exp()).sum(-1)
-        right = distance(goal) < distance(goal.roll(1, 2))
-    return masked_mean(right.flatten(1).float(), weight)
-
-
-def learn_others(meeting, chunks, optimizer, generator):
-    """Trains the models of the others, and the inference of their goals, on what was really played.
-
-    chunks are dicts of play_steps, or of the warm-up's record to keep what was learned there; "carry" is the inference's
-    memory before each. The models learn to predict with the goal in hindsight and with what is believed. Each chunk is
-    given the samples that a buffer takes in, with the belief held now. -> dict of means over the chunks [P]
-    """
-    args, minds, pairs = meeting.args, meeting.minds, meeting.pairs
-    totals = []
-    prepared = []
-    for data in chunks:
-        weight = data["present"].transpose(0, 1)[pairs]
-        if args.moa_samples == "rewarded":
-            weight = weight & later_catch(data, pairs)
-        prepared.append((data, data["x"].transpose(0, 1)[pairs].float(), data["joint"].transpose(0, 1)[pairs],
-                         weight.float().flatten(1), *goals_in_hindsight(meeting, data)))
-    for _ in range(args.moa_epochs):
-        for data, x, action, weight, goal, goal_logvar in prepared:
-            noise = torch.randn(2, *goal.shape, generator=generator, device=goal.device)
-            hindsight, losses = goal + (0.5 * goal_logvar).exp() * noise[0], {}
-            if args.goals == "latent":
-                mean, logvar, likely, data["carry_after"] = infer_goals(minds.inference, x, data["carry"], action, data["over"])
-                losses["hypotheses_loss"] = -masked_mean(likely.flatten(1), weight)
-                goals = (hindsight, mean, mean + (0.5 * logvar).exp() * noise[1])
-                losses["inference_loss"] = masked_mean(gaussian_kl(goal, goal_logvar, mean, logvar).flatten(1), weight)
-            else:
-                goals = (goal if args.goals == "prey" else torch.zeros_like(goal),)
-            losses["loss"] = action_loss(minds.moa, x.flatten(1, 2), [part.flatten(1, 2) for part in goals],
-                                         action.flatten(1), weight) / len(goals)
-            loss = len(goals) * losses["loss"] + args.inference_weight * losses.get("inference_loss", 0.0)
-            loss = loss + losses.get("hypotheses_loss", 0.0)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            clip_gradients(minds.moa, args.max_grad_norm)
-            if args.goals == "latent":
-                clip_gradients(minds.inference, args.max_grad_norm)
-            optimizer.step()
-            data["belief"] = (mean.detach(), logvar.detach()) if args.goals == "latent" else (
-                goals[0], torch.full_like(goals[0], -math.inf))
-            totals.append({key: value.detach() for key, value in losses.items()})
-    for data, _, _, weight, *_ in prepared:
-        data["samples"] = {"x": data["x"].transpose(0, 1).flatten(1, 2), "action": data["joint"].transpose(0, 1).flatten(1),
-                           "weight": weight.bool(),
-                           **{key: part.flatten(1, 2).half() for key, part in zip(("mean", "logvar"), data["belief"])}}
-    losses = {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
-    if args.goals in ("latent", "prey"):
-        data, _, _, weight, goal, _ = prepared[0]
-        held = data["belief"] if args.goals == "latent" else [
-            data[key].permute(1, 2, 0, 3, 4).flatten(0, 1) for key in ("mean", "logvar")]
-        losses["belief_accuracy"] = belief_accuracy(*held, goal, weight, args.goals == "prey")
-    return losses
-
-
-def learn_strangers(meeting, lesson, optimizer, generator):
-    """Trains the inference and the models of others on imagined meetings with strangers: who plays as nobody in the record does
-    is to be told from those who do. -> dict of losses [P]"""
-    args, minds, action = meeting.args, meeting.minds, lesson["action"]
-    x, weight, losses = lesson["x"].flatten(1, 2), lesson["there"].float().flatten(1), {}
-    goals = [torch.zeros(*x.shape[:2], args.goal_dim, device=x.device)]
-    if args.goals == "latent":
-        mean, logvar, likely, _ = infer_goals(minds.inference, lesson["x"], lesson["carry"], action, lesson["over"])
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        goals = [part.flatten(1, 2) for part in (mean, mean + (0.5 * logvar).exp() * noise)]
-        losses["strangers_loss"] = -masked_mean(likely.flatten(1), weight)
-    optimizer.zero_grad()
-    (action_loss(minds.moa, x, goals, action.flatten(1), weight) + losses.get("strangers_loss", 0.0)).sum().backward()
-    clip_gradients(minds.moa, args.max_grad_norm)
-    if args.goals == "latent":
-        clip_gradients(minds.inference, args.max_grad_norm)
-    optimizer.step()
-    return {key: value.detach() for key, value in losses.items()}
-
-
-class Recent:
-    """The steps played last, from which single ones are drawn for the models of others, so that minibatches are mixed."""
-
-    def __init__(self, capacity, pairs):
-        self.capacity, self.pairs = capacity, pairs
-        self.columns, self.added = None, 0
-
-    def add(self, columns):
-        """Takes in steps, x and action of each seat [N, M, ..], weight and belief of each pair [P, M, ..], for the oldest."""
-        columns = {key: value[:, -self.capacity:] for key, value in columns.items()}
-        weight = columns["weight"]
-        if self.columns is None:
-            self.columns = {key: value.new_zeros(len(value), self.capacity, *value.shape[2:]) for key, value in columns.items()}
-        at = (self.added + torch.arange(weight.shape[1], device=weight.device)) % self.capacity
-        for key, value in columns.items():
-            self.columns[key][:, at] = value
-        self.added += weight.shape[1]
-
-    def draw(self, count, generator):
-        """`count` steps drawn at random for each pair, rows [P, count]: of twice as many those at which the other was there,
-        and at the end, where they are too few, some at which it was not."""
-        weight = self.columns["weight"]
-        filled = min(self.added, self.capacity)
-        rows = torch.randint(filled, (len(weight), 2 * count), generator=generator, device=weight.device)
-        there = weight.gather(1, rows).to(torch.uint8)
-        return rows.gather(1, there.argsort(dim=1, descending=True, stable=True)[:, :count])
-
-    def pick(self, rows):
-        """-> x [P, M, F], action [P, M], weight [P, M], mean and log-variance of the belief [P, M, G]"""
-        pair = torch.arange(len(self.pairs), device=rows.device)[:, None]
-        seat = self.pairs[:, None]
-        return (self.columns["x"][seat, rows].float(), self.columns["action"][seat, rows],
-                *(self.columns[key][pair, rows].float() for key in ("weight", "mean", "logvar")))
-
-    def get_state(self):
-        """For a checkpoint; what was seen is mostly zeros and is kept compressed."""
-        if self.columns is None:
-            return None
-        x = self.columns["x"]
-        packed = torch.frombuffer(bytearray(zlib.compress(x.cpu().numpy().tobytes(), 1)), dtype=torch.uint8)
-        return {**self.columns, "x": packed}, x.shape, self.added
-
-    def set_state(self, state):
-        if state is not None:
-            columns, shape, self.added = state
-            x = torch.frombuffer(bytearray(zlib.decompress(columns["x"].cpu().numpy().tobytes())), dtype=torch.uint8)
-            self.columns = {**columns, "x": x.view(shape).to(self.pairs.device)}
-
-
-def polish_models(meeting, memories, optimizer, generator):
-    """Trains the models of others alone on steps of the buffers, fifteen of sixteen from the first one, of real games:
-    predicting takes more data than the last few steps hold.
-
-    Each time a step comes up its latent goals are drawn anew from the belief, as a search draws them. With the same goal each
-    time a model learns to know the step again by it, and predicts new ones worse.
-    """
-    args, moa = meeting.args, meeting.minds.moa
-    few = args.moa_minibatch_size // 16 * (len(memories) - 1)
-    drawn = [memory.draw(size * args.moa_minibatches, generator).split(size, 1)
-             for memory, size in zip(memories, (args.moa_minibatch_size - few, few))]
-    for rows in zip(*drawn):
-        x, action, weight, mean, logvar = (torch.cat(parts, 1) for parts in zip(*(
-            memory.pick(picked) for memory, picked in zip(memories, rows))))
-        noise = torch.randn(mean.shape, generator=generator, device=mean.device)
-        loss = action_loss(moa, x, (mean + (0.5 * logvar).exp() * noise,), action, weight)
-        optimizer.zero_grad()
-        loss.sum().backward()
-        clip_gradients(moa, args.max_grad_norm)
-        optimizer.step()
-
-
-class Rehearsal:
-    """The record of the warm-up, chunk after chunk, with the memory that the inference would have there."""
-
-    GAMES = 64  # meetings at a time
-
-    def __init__(self, record, meeting, num_steps):
-        self.record, self.meeting, self.num_steps = record, meeting, num_steps
-        self.step, self.first, self.carry = 0, 0, None
-
-    def next(self):
-        """The next chunk, as learn_others takes it."""
-        steps, envs = self.record["over"].shape
-        if self.step + self.num_steps > steps:  # on to other meetings
-            self.step, self.carry = 0, None
-            self.first = self.first + self.GAMES if self.first + self.GAMES < envs else 0
-        chunk = cut_steps(self.record, self.step, self.step + self.num_steps, slice(self.first, self.first + self.GAMES))
-        if self.carry is None:
-            self.carry = self.meeting.minds.inference.start(chunk["over"].shape[1]).detach()
-        self.step += self.num_steps
-        return chunk | {"carry": self.carry}
-
-    def done(self, chunk):
-        """Takes over the memory at the end of the chunk."""
-        if "carry_after" in chunk:
-            self.carry = chunk["carry_after"].detach()
-
-    def get_state(self):
-        return self.step, self.first, self.carry
-
-    def set_state(self, state):
-        self.step, self.first, self.carry = state
-
-
-def learn_policy(meeting, data, optimizer, args, ent_coef):
-    """Fits policy and value to what was really played: the policy to the search's result, the value to the returns.
-
-    The target is what the search would play, not the action that was drawn, so no ratio of probabilities enters.
-    """
-    agent, seats = meeting.minds.agent, meeting.seats
-    x = torch.cat([data["told"], data["x"][:, seats].float()], -1).transpose(0, 1).flatten(1, 2)
-    rewards = data["rewards"][:, seats] * args.reward_scale
-    _, returns = compute_gae(rewards, data["values"], data["ends"][:, seats], data["present"][:, seats], args.gamma,
-                             args.gae_lambda)
-    weight = data["present"][:, seats].float().transpose(0, 1).flatten(1)
-    returns, target = returns.transpose(0, 1).flatten(1), data["improved"].exp().transpose(0, 1).flatten(1, 2)
-    for _ in range(args.update_epochs):
-        log_probs, value = agent(x)
-        search_loss = masked_mean(-(target * log_probs.clamp(min=-30)).sum(-1), weight)
-        value_loss = 0.5 * masked_mean((value - returns).square(), weight)
-        entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
-        optimizer.zero_grad()
-        (args.search_coef * search_loss + args.vf_coef * value_loss - ent_coef * entropy).sum().backward()
-        clip_gradients(agent, args.max_grad_norm)
-        optimizer.step()
-    error, spread = (variance(part, weight) for part in (returns - value.detach(), returns))
-    return {"search_loss": search_loss.detach(), "value_loss": value_loss.detach() / args.reward_scale**2,
-            "entropy": entropy.detach(), "explained_variance": 1 - error / spread.clamp(min=1e-8)}
-
-
-# ================================================================================== outputs
-
-
-def resolve_flags(args, free=("total_timesteps",)):
-    """With --resume, takes over the flags of that run; one given again must be the same, except a larger of `free`."""
-    if args.resume is None:
-        return args
-    path = os.path.join(args.resume, "config.json")
-    if not os.path.isfile(path):
-        raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
-    with open(path, encoding="utf-8") as file:
-        saved = json.load(file)
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if saved.pop("script") != script:
-        raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
-    values = {}
-    for field in dataclasses.fields(args):
-        if field.name not in saved:
-            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
-        given, before = getattr(args, field.name), saved[field.name]
-        before = tuple(before) if isinstance(before, list) else before
-        values[field.name] = before
-        if given == field.default or given == before or field.name == "resume":
-            continue
-        flag = "--" + field.name.replace("_", "-")
-        if field.name not in free:
-            raise Refused(f"{flag} {given} differs from {before}, with which {args.resume} was begun")
-        if given < before:
-            raise Refused(f"{flag} {given} is less than {before}, with which {args.resume} was begun")
-        values[field.name] = given
-    return dataclasses.replace(args, **{**values, "resume": args.resume})
-
-
-def prepare_torch(args):
-    """Threads, device and seeds."""
-    if args.threads < 1:
-        raise Refused(f"--threads {args.threads} must be at least 1")
-    try:
-        torch.zeros(1, device=args.device)
-    except (RuntimeError, AssertionError) as error:
-        raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
-    torch.set_num_threads(args.threads)
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
-    torch.manual_seed(args.seed)
-
-
-def board_name(args):
-    """The board in short, as in the notes of stag hunters: 4x4-4h1s, 8x8-b5-4h1s."""
-    blocks = f"-b{args.max_blocks}" if args.max_blocks else ""
-    return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
-
-
-def open_run(args):
-    """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if args.resume is not None:
-        folder = args.resume
-    else:
-        name = args.run_name or f"stag-hunt-{board_name(args)}__{script[:-3]}__{args.seed}__{int(time.time())}"
-        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name or not name:
-            raise Refused(f"--run-name {name!r} is no valid folder name")
-        folder = os.path.join(args.runs_dir, name)
-        try:
-            os.makedirs(folder)
-        except FileExistsError as error:
-            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or choose another "
-                          "name") from error
-        except OSError as error:
-            raise Refused(f"--runs-dir {args.runs_dir}: {folder} cannot be made: {error.strerror}") from error
-    save_json(os.path.join(folder, "config.json"), {"script": script, **dataclasses.asdict(args), "resume": None})
-    return folder
-
-
-def save_json(path, content):
-    """Writes a JSON file whole or not at all."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".new", path)
-
-
-def save_checkpoint(folder, content):
-    """Writes checkpoint.pt whole or not at all."""
-    path = os.path.join(folder, "checkpoint.pt")
-    torch.save(content, path + ".new")
-    os.replace(path + ".new", path)
-
-
-def load_checkpoint(path, flag):
-    """Reads a checkpoint onto the CPU; what is none is refused in the name of the flag that asked for it."""
-    if not os.path.isfile(path):
-        raise Refused(f"{flag}: there is no file {path}")
-    try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:
-        raise Refused(f"{flag}: {path} is no checkpoint ({type(error).__name__})") from error
-    if not isinstance(checkpoint, dict) or "script" not in checkpoint:
-        raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
-    return checkpoint
-
-
-def on_device(state, device):
-    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
-    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
-
-
-class Interrupt:
-    """Turns the first Ctrl-C into a wish to stop, to be granted between two updates; the second stops at once."""
-
-    def __enter__(self):
-        self.wanted = False
-        self.before = signal.signal(signal.SIGINT, self.handle)
-        return self
-
-    def handle(self, number, frame):
-        self.wanted = True
-        signal.signal(signal.SIGINT, self.before)
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
-
-
-class Thresholds:
-    """When the mean return of the last 500 episodes first reached each of some values."""
-
-    def __init__(self, values):
-        self.reached = {f"{value:g}": None for value in values}
-
-    def check(self, last, seats, seconds, timesteps):
-        """last [<=500, N] are the returns of the last episodes, seats those whose mean counts."""
-        if len(last) < 500:
-            return
-        mean = last[:, seats].mean().item()
-        for value, reached in self.reached.items():
-            if reached is None and mean >= float(value):
-                self.reached[value] = {"seconds": round(seconds, 2), "timesteps": timesteps}
-
-
-def summarise(returns, seats):
-    """The mean return of each player and of the seats that count, with 95 % intervals: for results.json."""
-    half = lambda x: 1.96 * x.std().item() / math.sqrt(max(len(x), 1))
-    names = [f"player_{seat + 1}" for seat in range(returns.shape[1])]
-    columns = dict(zip(names, returns.double().T)) | {"mean": returns[:, seats].double().mean(1)}
+    half = lambda x: 1.96 * x.std().item() / math.sqrt(len(x)) if len(x) > 1 else 0.0
+    finite = lambda x: x if math.isfinite(x) else None
+    columns = {f"player_{seat + 1}": column for seat, column in enumerate(returns.double().T)}
+    columns["mean"] = returns[:, seats].double().mean(1)
+    score, limit, _ = equal_players_test(returns, names)
     return {**{name: column.mean().item() for name, column in columns.items()},
-            "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns)}
+            "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
+            "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),
@@ -3140,37 +3100,38 @@ COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 
 
 
 def draw_board(game, env, caption="", size=56):
-    """One environment as a picture: numbered players, the stag with antlers, hares with long ears, grey obstacles."""
+    """One game as a picture: numbered players, stags with antlers, hares with long ears, grey obstacles."""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
-    height, width = game.height, game.width
-    image = Image.new("RGB", (max(width * size, 220), height * size + 26), (250, 248, 242))
+    image = Image.new("RGB", (max(game.width * size, 220), game.height * size + 26), (250, 248, 242))
     draw = ImageDraw.Draw(image)
+    brown, grey, ink = (150, 92, 48), (176, 170, 162), (52, 54, 60)
     board, cells = game.board[:, env].tolist(), game.cell[:, env].tolist()
-    for cell in range(game.cells):
-        x, y = cell % width * size, cell // width * size
-        draw.rectangle((x, y, x + size, y + size), fill="white" if board[cell] else (104, 108, 118), outline=(221, 216, 204))
-        if board[cell] & STAG_BIT:
+
+    def within(cell, *points):
+        """Points given by their place in a cell, from 0 to 1."""
+        return [(size * (cell % game.width + x), size * (cell // game.width + y)) for x, y in points]
+
+    for cell, bits in enumerate(board[:-1]):
+        draw.rectangle(within(cell, (0, 0), (1, 1)), "white" if bits else (104, 108, 118), (221, 216, 204))
+        if bits & STAG_BIT:
             for side in (-1, 1):
-                tip, fork = x + size * (0.5 + 0.34 * side), x + size * (0.5 + 0.2 * side)
-                draw.line((x + size * 0.5, y + size * 0.4, fork, y + size * 0.22, tip, y + size * 0.06), (92, 58, 34), 3)
-                draw.line((fork, y + size * 0.22, fork - side * 3, y + size * 0.04), (92, 58, 34), 3)
-            draw.polygon([(x + size * a, y + size * b) for a, b in ((0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9))],
-                         fill=(150, 92, 48))
-        elif board[cell] & HARE_BIT:
-            for side in (-1, 1):
-                middle = x + size * (0.5 + 0.11 * side)
-                draw.ellipse((middle - 4, y + size * 0.1, middle + 4, y + size * 0.6), fill=(176, 170, 162))
-            draw.ellipse((x + size * 0.28, y + size * 0.45, x + size * 0.72, y + size * 0.9), fill=(176, 170, 162))
+                fork, tip = (0.5 + 0.2 * side, 0.22), (0.5 + 0.34 * side, 0.06)
+                draw.line(within(cell, (0.5, 0.4), fork, tip), brown, 3)
+                draw.line(within(cell, fork, (0.5 + 0.14 * side, 0.04)), brown, 3)
+            draw.polygon(within(cell, (0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9)), brown)
+        elif bits & HARE_BIT:
+            for ear in (0.32, 0.54):
+                draw.ellipse(within(cell, (ear, 0.1), (ear + 0.14, 0.6)), grey)
+            draw.ellipse(within(cell, (0.28, 0.45), (0.72, 0.9)), grey)
     for player, cell in enumerate(cells):
         if cell < game.cells:
-            together = [other for other in range(len(cells)) if cells[other] == cell]
-            slot, radius = together.index(player), size * 0.21
-            x = cell % width * size + size * (0.26 + 0.48 * (slot % 2))
-            y = cell // width * size + size * (0.26 + 0.48 * (slot // 2 % 2))
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[player % len(COLOURS)])
-            draw.text((x, y), str(player + 1), fill="white", anchor="mm", font=ImageFont.load_default(size * 0.28))
-    draw.text((4, height * size + 13), caption, fill=(52, 54, 60), anchor="lm", font=ImageFont.load_default(14))
+            slot = cells[:player].count(cell)  # players of one cell stand beside one another
+            x, y = 0.26 + 0.48 * (slot % 2), 0.26 + 0.48 * (slot // 2 % 2)
+            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.28)
+            draw.ellipse(within(cell, (x - 0.21, y - 0.21), (x + 0.21, y + 0.21)), colour)
+            draw.text(*within(cell, (x, y)), str(player + 1), "white", font, "mm")
+    draw.text((4, game.height * size + 13), caption, ink, ImageFont.load_default(14), "lm")
     return image
 
 
@@ -3178,19 +3139,21 @@ def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[350] * (len(frames) - 1) + [1500], loop=0)
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=350, loop=0)
     with open(path, "rb") as file:
-        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width, height=frames[0].height)
+        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
+                                height=frames[0].height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
 def print_table(title, rows):
     """Prints rows of text under a title, the first row being the head, in columns."""
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
     print(f"\n{title}")
     for row in rows:
-        print("  " + "  ".join(str(cell).ljust(width) if column == 0 else str(cell).rjust(width)
-                               for column, (cell, width) in enumerate(zip(row, widths))))
+        cells = [str(cell).rjust(width) for cell, width in zip(row, widths)]
+        print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
 def run_script(args_class, main):
@@ -3200,680 +3163,6 @@ def run_script(args_class, main):
     except Refused as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)
-
-
-# ====================================================================================== main
-
-
-def check_flags(args):
-    """Refuses flags that make no sense, alone or together."""
-    for name in ("total_timesteps", "num_envs", "num_steps", "hidden_size", "vae_size", "goal_dim", "num_minibatches",
-                 "update_epochs", "simulations", "trees", "horizon", "warmup_games", "warmup_epochs", "warmup_updates",
-                 "moa_epochs", "moa_minibatches", "moa_decisions", "episodes", "repeats"):
-        if getattr(args, name) < 1:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be at least 1")
-    for name, low, high in (("gamma", 0, 1), ("gae_lambda", 0, 1), ("learning_rate", 0, math.inf), ("beta", 0, math.inf),
-                            ("moa_learning_rate", 0, math.inf), ("ent_coef", 0, math.inf), ("soft_coef", 0, math.inf),
-                            ("soft_until", 0, 1), ("imagined_ratio", 0, math.inf), ("strangers", 0, 1), ("tremble", 0, 1), ("fresh", 0, 1),
-                            ("eval_episodes", 0, math.inf), ("eval_policy_episodes", 0, math.inf),
-                            ("compare_episodes", 0, math.inf), ("widening", 1, math.inf)):
-        if not low <= getattr(args, name) <= high:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must lie between {low} and {high}")
-    if "hop" not in args.players:
-        raise Refused(f"--players {' '.join(args.players)}: nobody is a HOP+ player; write hop in at least one seat")
-    if len(args.players) < 2:
-        raise Refused(f"--players {' '.join(args.players)}: HOP+ models others, so there must be two players or more")
-    if args.prize_floor is not None and not 0 < args.prize_floor < math.inf:
-        raise Refused(f"--prize-floor {args.prize_floor} must be greater than 0 and finite, or None")
-    for reason, unused in ((args.goals in ("prey", "none") and f"--goals {args.goals}",
-                            ("strangers", "tremble", "mix", "rehearse", "vae_checkpoint")),
-                           (args.imagined_ratio == 0 and "--imagined-ratio 0", ("strangers", "tremble", "fresh")),
-                           (args.strangers == 0 and "--strangers 0", ("tremble",))):
-        for name in unused if reason else ():
-            if getattr(args, name) != getattr(Args, name):
-                raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} means nothing with {reason}")
-    if args.goals == "prey" and args.goal_dim < 2:
-        raise Refused(f"--goal-dim {args.goal_dim} must be at least 2 with --goals prey")
-    if args.simulations % args.trees:
-        raise Refused(f"--simulations {args.simulations} must be divisible by --trees {args.trees}")
-    if args.moa_minibatch_size < 16:
-        raise Refused(f"--moa-minibatch-size {args.moa_minibatch_size} must be at least 16")
-    if args.buffer_size < args.num_envs * args.num_steps:
-        raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between two "
-                      f"updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
-    if args.search_model == "rules" and args.world_model_checkpoint:
-        raise Refused(f"--world-model-checkpoint {args.world_model_checkpoint} means nothing with --search-model rules")
-    if args.search_model == "learned" and args.dynamic_final_time:
-        raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee the deadline")
-    if args.mode == "train" and args.checkpoint:
-        raise Refused(f"--checkpoint {args.checkpoint} is for --mode adapt and watch; go on training with --resume")
-    if args.mode != "train" and not args.checkpoint:
-        raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
-    if args.mode != "train" and args.resume:
-        raise Refused(f"--resume {args.resume} means nothing with --mode {args.mode}")
-
-
-@torch.no_grad()
-def score_models(meeting, data, chances, draws=4):
-    """How well the models of the others predict [P] each: against what they really play, and the best one could do.
-
-    chances [T, N, B, 7] are the true action probabilities of each seat. top1 is the true probability of the action
-    held most likely; recall of an action the mean predicted probability of it over the steps in which it is taken.
-    """
-    minds, pairs, args = meeting.minds, meeting.pairs, meeting.args
-    x = data["x"].transpose(0, 1)[pairs].float().flatten(1, 2)  # [P, T * B, F]
-    mean, logvar = (data[key].permute(1, 2, 0, 3, 4).flatten(0, 1).flatten(1, 2) for key in ("mean", "logvar"))
-    generator = torch.Generator(x.device).manual_seed(0)
-    part, mask = minds.moa.view_part(x), x[..., -NUM_ACTIONS:] != 0
-    predicted = 0.0
-    for _ in range(draws):
-        goal = meeting.draw_goals(mean, logvar, generator)
-        predicted = predicted + minds.moa.from_parts(part, minds.moa.goal_part(goal), mask).exp() / draws
-    if args.goals == "none":
-        predicted = mask / mask.sum(-1, keepdim=True)
-    truth = chances.transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, 7]
-    weight = data["present"].transpose(0, 1)[pairs].float().flatten(1)
-    best = lambda x: truth.gather(-1, x.topk(3, -1).indices).cumsum(-1)
-    each = {"top1": best(predicted)[..., 0], "top3": best(predicted)[..., 2],
-            "cross_entropy": -(truth * predicted.clamp(min=1e-9).log()).sum(-1),
-            "top1_ceiling": best(truth)[..., 0], "top3_ceiling": best(truth)[..., 2],
-            "cross_entropy_floor": -(truth * truth.clamp(min=1e-9).log()).sum(-1)}
-    scores = {key: masked_mean(value, weight) for key, value in each.items()}
-    taken = (truth * weight[..., None]).sum(1)  # [P, 7]
-    scores["share"] = taken / taken.sum(-1, keepdim=True).clamp(min=1e-9)
-    scores["recall"] = (truth * predicted * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
-    scores["recall_ceiling"] = (truth * truth * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
-    return scores
-
-
-def average_scores(scores, pairs):
-    """The mean over some pairs, as plain numbers for results.json; by action for the recalls."""
-    answer = {key: scores[key][pairs].mean().item() for key in scores if scores[key].dim() == 1}
-    for key in ("share", "recall", "recall_ceiling"):
-        share = scores["share"][pairs]
-        value = share.mean(0) if key == "share" else (scores[key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
-        answer[key] = dict(zip(ACTIONS, value.tolist()))
-    return answer
-
-
-@torch.no_grad()
-def report_models(args, meeting, seed, searches=16):
-    """The models of others on fresh games: against searching players, whose policy is averaged over repeated searches.
-
-    The decisions are every seventh step of meetings, so that they come from all parts of an episode, and from later
-    episodes as well as from the first."""
-    meeting = Meeting(args, args.num_envs, seed, meeting.minds, meeting.model)
-    generator = torch.Generator(args.device).manual_seed(seed)
-    steps, found = [], 0
-    while found < args.moa_decisions:
-        for _ in range(6):
-            actions, seen = meeting.act(generator, args.search)
-            meeting.play(actions, seen["x"])
-        chances = meeting.lineup.probabilities(meeting.game).transpose(0, 1).clone()
-        actions, seen = meeting.act(generator, args.search)
-        improved = seen["improved"].exp()
-        if args.search != "none":
-            for _ in range(searches - 1):
-                again, _ = meeting.plan(seen["mean"], seen["logvar"], seen["policy"], generator, args.search)
-                improved = improved + again.exp()
-            improved = improved / searches
-        chances[meeting.seats] = improved
-        out = meeting.play(actions, seen["x"])
-        steps.append({key: seen[key] for key in ("x", "mean", "logvar")} | {"chances": chances, "present": out["present"].T})
-        found += int(out["present"].T[meeting.seats].sum())
-    data = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
-    return score_models(meeting, data, data["chances"], draws=16)
-
-
-@torch.no_grad()
-def evaluate_hops(args, meeting, episodes, how, seed, greedy=False):
-    """Plays fresh episodes with the players as they are, each meeting of one episode. -> returns [episodes, N]"""
-    num_envs = min(episodes, 1000)
-    generator = torch.Generator(args.device).manual_seed(seed)
-    table = Meeting(args, num_envs, seed, meeting.minds, meeting.model)
-    finished = []
-    for _ in range(math.ceil(episodes / num_envs)):
-        total = torch.zeros(num_envs, len(args.players), device=args.device)
-        running = torch.ones(num_envs, dtype=torch.bool, device=args.device)
-        while running.any():
-            actions, seen = table.act(generator, how, greedy)
-            out = table.play(actions, seen["x"], restart=False)
-            total += out["reward"] * running[:, None]
-            running &= ~out["over"]
-        finished.append(total)
-        table.observation = table.game.reset()
-        table.lineup.reset(torch.ones_like(out["over"]))
-        table.carry = table.minds.inference.start(num_envs).detach().clone()
-        table.counts.fill_(1.0)
-        table.log_prey = table.counts.log()
-    return torch.cat(finished)[:episodes]
-
-
-@torch.no_grad()
-def predicted_moves(meeting, x, mean):
-    """What each HOP+ player expects each other to do now, at the middle of its belief: [L, N-1, B, 7]."""
-    seen = x[meeting.pairs].float()
-    goal = torch.zeros_like(mean) if meeting.args.goals in ("zero", "none") else mean
-    return meeting.minds.moa(seen, goal.flatten(0, 1)).exp().unflatten(0, mean.shape[:2])
-
-
-def record_game(args, meeting, seed):
-    """Plays one episode for a picture, each player's belief about the others drawn beside the board. -> frames"""
-    from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
-
-    table = Meeting(args, 1, seed, meeting.minds, meeting.model)
-    generator = torch.Generator(args.device).manual_seed(seed)
-    total, frames, over, lines = torch.zeros(len(args.players)), [], False, []
-    font = ImageFont.load_default(13)
-
-    def frame(caption):
-        board = draw_board(table.game, 0, caption)
-        picture = Image.new("RGB", (board.width + 300, max(board.height, 24 + 17 * len(lines))), (250, 248, 242))
-        picture.paste(board, (0, 0))
-        draw = ImageDraw.Draw(picture)
-        for row, (text, colour) in enumerate(lines):
-            draw.text((board.width + 10, 8 + 17 * row), text, fill=colour, font=font)
-        return picture
-
-    while not over:
-        returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
-        actions, seen = table.act(generator, args.search)
-        moves = predicted_moves(table, seen["x"], seen["mean"])[:, :, 0]
-        lines = []
-        for hop, seat in enumerate(table.hop_seats):
-            if table.game.cell[seat, 0] >= table.game.cells:
-                continue
-            lines.append((f"player {seat + 1} expects", COLOURS[seat % len(COLOURS)]))
-            for other, who in enumerate(table.order[hop, 1:].tolist()):
-                if table.game.cell[who, 0] < table.game.cells:
-                    first, second = moves[hop, other].topk(2)[1].tolist()
-                    lines.append((f"   of {who + 1}: {ACTIONS[first]} {moves[hop, other, first]:.0%}, {ACTIONS[second]} "
-                                  f"{moves[hop, other, second]:.0%}", (52, 54, 60)))
-        frames.append(frame(f"step {int(table.game.clock)}  returns {returns}"))
-        out = table.play(actions, seen["x"], restart=False)
-        total, over = total + out["reward"][0].cpu(), bool(out["over"])
-    lines = []
-    returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
-    frames.append(frame(f"over  returns {returns}"))
-    size = (frames[0].width, max(picture.height for picture in frames))
-    canvases = [Image.new("RGB", size, (250, 248, 242)) for _ in frames]
-    for canvas, picture in zip(canvases, frames):
-        canvas.paste(picture, (0, 0))
-    return canvases
-
-
-def build_players(args):
-    """The game, the players as they begin, the games of the warm-up and the networks that it trained (Goals)."""
-    meeting = Meeting(args, args.num_envs, args.seed)
-    num_inputs = features(meeting.observation).shape[-1]
-    record = goals = None
-    if args.goals in ("latent", "zero"):
-        record = record_meetings(args, args.warmup_games, 4 * max(args.final_time, 36))
-        goals = warm_up_goals(args, num_inputs, record)
-        meeting.minds.take_over(goals)
-    if args.search_model == "learned":
-        meeting.model = LearnedModel(meeting.model.scratch, warm_up_world(args, meeting.game))
-    return meeting, record, goals
-
-
-def load_players(args):
-    """The trained players of --checkpoint, one in each HOP+ seat. -> args as they were trained, a function to seat them"""
-    path = os.path.join(args.checkpoint, "checkpoint.pt") if os.path.isdir(args.checkpoint) else args.checkpoint
-    checkpoint = load_checkpoint(path, f"--checkpoint {args.checkpoint}")
-    if "minds" not in checkpoint:
-        raise Refused(f"--checkpoint {args.checkpoint} holds no HOP+ players, it was written by {checkpoint['script']}")
-    config = checkpoint["config"]
-    board = [field.name for field in dataclasses.fields(GameArgs)]
-    for name in board:
-        given, trained = getattr(args, name), config[name]
-        trained = tuple(trained) if isinstance(trained, list) else trained
-        if given not in (trained, getattr(Args, name)):
-            raise Refused(f"--{name.replace('_', '-')} {given} differs from {trained}, with which {args.checkpoint} was trained")
-    if len(args.players) != len(config["players"]):
-        raise Refused(f"--players names {len(args.players)} players, {args.checkpoint} was trained with {len(config['players'])}")
-    kept = ("goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model", *board)
-    kept += tuple(name for name in ("beta", "prize_floor", "widening", "simulations", "trees", "search")
-                  if getattr(args, name) == getattr(Args, name))  # not asked for otherwise
-    values = {name: tuple(config[name]) if isinstance(config[name], list) else config[name] for name in kept}
-    return dataclasses.replace(args, **values), checkpoint
-
-
-def seat_players(args, checkpoint, num_envs, seed, episodes, networks=None):
-    """A meeting in which each HOP+ seat has the networks of one trained player: networks[k], or the one of its seat."""
-    meeting = Meeting(args, num_envs, seed, episodes=episodes)
-    trained_seats = [seat for seat, name in enumerate(checkpoint["config"]["players"]) if name == "hop"]
-    networks = networks or [trained_seats.index(seat) if seat in trained_seats else 0 for seat in meeting.hop_seats]
-    others, state = len(args.players) - 1, {}
-    for name, value in checkpoint["minds"].items():
-        if name.endswith("scale"):
-            state[name] = value
-        else:
-            per = others if name.startswith(("moa.", "inference.")) else 1
-            state[name] = value.unflatten(0, (-1, per))[networks].flatten(0, 1)
-    meeting.minds.load_state_dict(state)
-    if args.search_model == "learned":
-        model = make_model(checkpoint["world_model_config"])
-        if model.state_dict().keys() != checkpoint["world_model"].keys():
-            raise Refused(f"--checkpoint {args.checkpoint} holds a world model of another version of this script")
-        model.load_state_dict(checkpoint["world_model"])
-        meeting.model = LearnedModel(meeting.model.scratch, model.to(args.device))
-    return meeting
-
-
-def play_meetings(args, checkpoint, seat, network, seed):
-    """--repeats meetings of --episodes episodes, the trained player in one seat. -> its returns [repeats, episodes]"""
-    focal = args.players.index("hop")
-    strangers = [name for place, name in enumerate(args.players) if place != focal]
-    players = strangers[:seat] + ["hop"] + strangers[seat:]
-    args = dataclasses.replace(args, players=tuple(players))
-    meeting = seat_players(args, checkpoint, args.repeats, seed, args.episodes, [network])
-    generator = torch.Generator(args.device).manual_seed(seed)
-    rows = torch.arange(args.repeats, device=args.device)
-    answer = torch.zeros(args.repeats, args.episodes, device=args.device)
-    episode = torch.zeros(args.repeats, dtype=torch.int64, device=args.device)
-    optimizer = torch.optim.Adam([*meeting.minds.moa.parameters(), *meeting.minds.inference.parameters()],
-                                 lr=args.moa_learning_rate / 10, eps=1e-5, fused=True)
-    while (episode < args.episodes).any():
-        if args.adapt_moa:
-            returns = Returns(args.repeats, len(players), args.device)
-            data = play_steps(meeting, returns, args.num_steps, generator, args.search)
-            learn_others(meeting, [data | {"carry": data["carry"][0]}], optimizer, generator)
-            rewards, overs = data["rewards"][:, seat], data["over"]
-        else:
-            with torch.no_grad():
-                actions, seen = meeting.act(generator, args.search)
-                out = meeting.play(actions, seen["x"])
-            rewards, overs = out["reward"][None, :, seat], out["over"][None]
-        for reward, over in zip(rewards, overs):
-            counted = episode < args.episodes
-            answer[rows, episode.clamp(max=args.episodes - 1)] += reward * counted
-            episode = episode + over
-    return answer
-
-
-def adapt(args):
-    """A trained player among others: policy, value and world model stay, beliefs within and across episodes go on."""
-    if args.players.count("hop") != 1:
-        raise Refused(f"--mode adapt takes one hop among others, --players {' '.join(args.players)} has {args.players.count('hop')}")
-    args, checkpoint = load_players(args)
-    Meeting(args, 1, args.seed)  # whatever is wrong with the players shows now
-    trained = [seat for seat, name in enumerate(checkpoint["config"]["players"]) if name == "hop"]
-    folder = open_run(args)
-    seats = range(len(args.players))
-    answer = torch.stack([play_meetings(args, checkpoint, seat, seat % len(trained), args.seed + seat)
-                          for seat in tqdm(seats, desc="meetings in each seat", leave=False, dynamic_ncols=True)])
-    flat = answer.flatten(0, 1).double()  # [seats * repeats, episodes]
-    half = 1.96 * flat.std(0) / math.sqrt(len(flat))
-    later = flat[:, args.episodes // 2:].mean(1)
-    results = {"players": list(args.players), "episodes": [{"return": mean, "ci95": ci} for mean, ci in
-                                                            zip(flat.mean(0).tolist(), half.tolist())],
-               "second_half": {"mean": later.mean().item(), "ci95": 1.96 * later.std().item() / math.sqrt(len(later)),
-                               "seats": answer[:, :, args.episodes // 2:].double().mean((1, 2)).tolist()}}
-    save_json(os.path.join(folder, "results.json"), results)
-    rows = [["episode", "return", "95 %"]] + [[str(number + 1), f"{row['return']:.3f}", f"± {row['ci95']:.3f}"]
-                                              for number, row in enumerate(results["episodes"])]
-    print_table(f"return of the HOP+ player by episode of a meeting ({' '.join(args.players)}, {board_name(args)}, "
-                f"{len(flat)} meetings, all seats)", rows)
-    second = results["second_half"]
-    print(f"\nepisodes {args.episodes // 2 + 1} to {args.episodes}: {second['mean']:.3f} ± {second['ci95']:.3f}. Everything is in {folder}")
-    return 0
-
-
-def watch(args):
-    """One episode in the terminal, step by step: the board, what each player believes, what search expects."""
-    args, checkpoint = load_players(args)
-    meeting = seat_players(args, checkpoint, 1, args.seed, 1)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    total, over = torch.zeros(len(args.players)), False
-    while not over:
-        game = meeting.game
-        actions, seen = meeting.act(generator, args.search)
-        moves = predicted_moves(meeting, seen["x"], seen["mean"])[:, :, 0]
-        print(f"\nstep {int(game.clock)}, {int(game.deadline - game.clock)} left")
-        board, cells = game.board[:, 0].tolist(), game.cell[:, 0].tolist()
-        for row in range(game.height):
-            line = []
-            for cell in range(row * game.width, (row + 1) * game.width):
-                here = "".join(str(player + 1) for player, place in enumerate(cells) if place == cell)
-                prey = "S" if board[cell] & STAG_BIT else "h" if board[cell] & HARE_BIT else ""
-                line.append("###" if not board[cell] else (prey + here or "."))
-            print("  " + " ".join(f"{text:^5}" for text in line))
-        for hop, seat in enumerate(meeting.hop_seats):
-            if cells[seat] >= game.cells:
-                continue
-            print(f"  player {seat + 1} plays {ACTIONS[int(actions[0, seat])]}")
-            if "search" in seen:
-                legal = (seen["x"][seat, 0, -NUM_ACTIONS:] != 0).nonzero()[:, 0].tolist()
-                found = [f"{ACTIONS[a]} Q {seen['search']['q'][hop, 0, a]:.2f}, {int(seen['search']['visits'][hop, 0, a])} visits, "
-                         f"plays {seen['improved'][hop, 0, a].exp():.0%}" for a in legal]
-                print("    search expects: " + "; ".join(found))
-            for other, who in enumerate(meeting.order[hop, 1:].tolist()):
-                if cells[who] < game.cells:
-                    chance, action = moves[hop, other].topk(3)
-                    text = ", ".join(f"{ACTIONS[a]} {c:.0%}" for c, a in zip(chance.tolist(), action.tolist()) if c > 0.005)
-                    width = seen["logvar"][hop, other, 0].mul(0.5).exp().mean()
-                    if args.goals == "prey":
-                        text += f" (after the stag: {seen['mean'][hop, other, 0, 0]:.0%})"
-                    elif args.goals == "latent":
-                        text += f" (spread of the goal believed: {width:.2f})"
-                    print(f"    believes of player {who + 1}: {text}")
-        with torch.no_grad():
-            out = meeting.play(actions, seen["x"], restart=False)
-        total, over = total + out["reward"][0].cpu(), bool(out["over"])
-        if sys.stdin.isatty() and not over:
-            input("  (return for the next step) ")
-    print("\nreturns: " + ", ".join(f"{name} {value:g}" for name, value in zip(meeting.names, total.tolist())))
-    return 0
-
-
-def train(args):
-    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
-                                           args.device)
-    meeting, record, goals = build_players(args)
-    if checkpoint and goals:
-        goals.load_state_dict(checkpoint["goals"])
-    folder = open_run(args)
-    minds = meeting.minds
-    warm_seconds = time.perf_counter() - START
-    optimizer = torch.optim.Adam(minds.agent.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    others_optimizer = torch.optim.Adam([{"params": [*part.parameters()]} for part in (minds.moa, minds.inference)],
-                                        lr=args.moa_learning_rate, eps=1e-5, fused=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    returns = Returns(args.num_envs, len(args.players), args.device)
-    thresholds = Thresholds(args.thresholds)
-    imagined = round(args.imagined_ratio * args.num_envs)
-    rehearsal = Rehearsal(record, meeting, args.num_steps) if record is not None and args.rehearse else None
-    kept = deque(maxlen=args.buffer_size // (args.num_envs * args.num_steps) if args.buffer == "episodes" else 1)
-    strange = round(imagined * args.strangers) if goals is not None else 0
-    imagination = Imagination(meeting, imagined - strange, generator) if imagined > strange else None
-    strangers = Strangers(meeting, strange, generator, record, goals) if strange else None
-    memories = [Recent(args.buffer_size, meeting.pairs) for _ in range(1 if rehearsal is None else 2)]
-    hop_names = [meeting.names[seat] for seat in meeting.hop_seats]
-    others = len(args.players) - 1
-    timesteps, seconds_before, best, worst_fall = 0, 0.0, 0.0, 0.0
-    simulated, imagined_steps, curve, comparisons = 0, 0, [], []
-    if checkpoint:
-        minds.load_state_dict(checkpoint["minds"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        others_optimizer.load_state_dict(checkpoint["others_optimizer"])
-        meeting.set_state(checkpoint["meeting"])
-        generator.set_state(checkpoint["generator"])
-        returns.running, returns.last = checkpoint["returns"]
-        timesteps, seconds_before = checkpoint["timesteps"], checkpoint["seconds"]
-        best, worst_fall, simulated, imagined_steps = checkpoint["counts"]
-        curve, comparisons = checkpoint["curves"]
-        thresholds.reached.update(checkpoint["thresholds"])
-        kept.extend(checkpoint["kept"])
-        for memory, state in zip(memories, checkpoint["memories"]):
-            memory.set_state(state)
-        for dreamer, state in ((imagination, checkpoint["imagination"]), (strangers, checkpoint["strangers"])):
-            if dreamer:
-                dreamer.set_state(state)
-        if rehearsal:
-            rehearsal.set_state(checkpoint["rehearsal"])
-
-    def seconds():
-        return seconds_before + time.perf_counter() - START
-
-    def save():
-        save_checkpoint(folder, {
-            "script": "hopplus_selfplay.py", "config": dataclasses.asdict(args), "minds": minds.state_dict(),
-            "optimizer": optimizer.state_dict(), "others_optimizer": others_optimizer.state_dict(),
-            "meeting": meeting.get_state(), "generator": generator.get_state(), "returns": (returns.running, returns.last),
-            "timesteps": timesteps, "seconds": seconds(), "counts": (best, worst_fall, simulated, imagined_steps),
-            "curves": (curve, comparisons),
-            "thresholds": thresholds.reached, "kept": list(kept),
-            "memories": [memory.get_state() for memory in memories],
-            "imagination": imagination.get_state() if imagination else None,
-            "strangers": strangers.get_state() if strangers else None, "goals": goals.state_dict() if goals else None,
-            "rehearsal": rehearsal.get_state() if rehearsal else None,
-            "world_model": meeting.model.weights if args.search_model == "learned" else None,
-            "world_model_config": meeting.model.config if args.search_model == "learned" else None})
-
-    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
-
-    writer = SummaryWriter(folder, purge_step=timesteps if checkpoint else None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    saved = pictured = begun = time.perf_counter()
-    begun_at, spent, losses = timesteps, {}, {}
-    bar = tqdm(total=args.total_timesteps, initial=timesteps, unit=" steps", unit_scale=True, dynamic_ncols=True,
-               mininterval=0.5, desc="training")
-
-    def clocked(name, part_begun):
-        spent[name] = time.perf_counter() - part_begun
-        writer.add_scalar(f"time/{name}", spent[name], timesteps)
-        return time.perf_counter()
-
-    with Interrupt() as interrupt:
-        while timesteps < args.total_timesteps and not interrupt.wanted:
-            left = 1 - timesteps / args.total_timesteps  # the share of the run that is still to come
-            for group in optimizer.param_groups:
-                group["lr"] = args.learning_rate * left
-            # those whom the models predict change until the end: their rate falls late
-            for group, share in zip(others_optimizer.param_groups, (left**0.25, max(left, 0.1))):
-                group["lr"] = args.moa_learning_rate * share
-            ent_coef = args.ent_coef * left
-            soft_coef = args.soft_coef * max(0.0, 1 - (1 - left) / args.soft_until) if args.soft_until else 0.0
-
-            part_begun = time.perf_counter()
-            data = play_steps(meeting, returns, args.num_steps, generator, args.search)
-            timesteps += args.num_steps * args.num_envs
-            part_begun = clocked("real_games", part_begun)
-
-            chances = data["chances"].clone()
-            chances[:, meeting.seats] = data["improved"].exp()
-            scores = score_models(meeting, data, chances)
-            exact = model_exactness(meeting, data)
-            part_begun = clocked("metrics", part_begun)
-
-            kept.append({key: value for key, value in data.items() if key in (
-                "x", "joint", "present", "left", "ends", "over", "after", "rewards", "values", "carry")})
-            chunks = [data | {"carry": data["carry"][0]}]
-            if len(kept) > 1:
-                older = kept[int(torch.randint(len(kept) - 1, (), generator=generator, device=args.device))]
-                chunks.append(older | {"carry": older["carry"][0]})
-            if rehearsal is not None:
-                chunks.append(rehearsal.next())
-            losses = {}
-            if args.goals != "none":
-                losses = learn_others(meeting, chunks, others_optimizer, generator)
-                for memory, chunk in zip(memories, (chunks[0], chunks[-1])):
-                    memory.add(chunk["samples"])
-                polish_models(meeting, memories, others_optimizer, generator)
-            if rehearsal is not None:
-                rehearsal.done(chunks[-1])
-            part_begun = clocked("others", part_begun)
-
-            policy_losses = {}
-            dreams = [imagination.play(data, args.num_steps)] if imagination else []
-            if strangers:
-                dreams.append(strangers.play(args.num_steps))
-                losses |= learn_strangers(meeting, strangers.lesson, others_optimizer, generator)
-            if dreams:
-                dream = {key: torch.cat([part[key] for part in dreams], 2) for key in dreams[0]}
-                imagined_steps += dream["actions"].numel()
-                part_begun = clocked("imagination", part_begun)
-                policy_losses = update(minds.agent, minds.agent, optimizer, dream, None, args, ent_coef, soft_coef, generator)
-            if args.search != "none":
-                real_losses = learn_policy(meeting, data, optimizer, args, ent_coef)
-            else:
-                x = torch.cat([data["told"], data["x"][:, meeting.seats].float()], -1)
-                real = {key: data[key] for key in ("actions", "logprobs", "entropy", "values")}
-                real |= {key: data[key][:, meeting.seats] for key in ("ends", "present")}
-                real |= {"x": x, "rewards": data["rewards"][:, meeting.seats] * args.reward_scale}
-                real_losses = update(minds.agent, minds.agent, optimizer, real, None, args, ent_coef, soft_coef, generator)
-            part_begun = clocked("learning", part_begun)
-
-            thresholds.check(returns.last, meeting.hop_seats, seconds(), timesteps)
-            mean = returns.last[:, meeting.hop_seats].mean().item() if len(returns.last) == 500 else None
-            best = max(best, mean or 0.0)
-            if left < 0.25 and mean is not None and best > 0:
-                worst_fall = max(worst_fall, 1 - mean / best)
-            for seat, name in enumerate(meeting.names):
-                if len(returns.last):
-                    writer.add_scalar(f"charts/episodic_return/{name}", returns.last[:, seat].mean(), timesteps)
-            for hop, name in enumerate(hop_names):
-                for key, value in {**policy_losses, **real_losses}.items():
-                    writer.add_scalar(f"losses/{key}/{name}", value[hop], timesteps)
-                own = slice(hop * others, (hop + 1) * others)
-                for key, value in losses.items():
-                    writer.add_scalar(f"moa/{key}/{name}", value[own].mean(), timesteps)
-                for key in ("top1", "top3", "cross_entropy", "top1_ceiling", "top3_ceiling", "cross_entropy_floor"):
-                    writer.add_scalar(f"moa/{key}/{name}", scores[key][own].mean(), timesteps)
-                for action, text in enumerate(ACTIONS):
-                    for key in ("recall", "recall_ceiling"):
-                        writer.add_scalar(f"moa/{key}_{text.replace(' ', '_')}/{name}", scores[key][own, action].mean(), timesteps)
-                if args.goals == "latent":
-                    spread = 0.5 * data["logvar"][:, hop].mean().item()
-                    writer.add_scalar(f"vae/belief_entropy/{name}",
-                                      args.goal_dim * (0.5 * math.log(2 * math.pi * math.e) + spread), timesteps)
-            if "search" in data:
-                for key, value in data["search"].items():
-                    writer.add_scalar(f"mcts/{key}", value, timesteps)
-                simulated += int(data["decisions"]) * args.simulations
-                writer.add_scalar("mcts/simulations_per_second", int(data["decisions"]) * args.simulations / spent["real_games"],
-                                  timesteps)
-            writer.add_scalar("world_model/exact", exact, timesteps)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], timesteps)
-            writer.add_scalar("charts/SPS", (timesteps - begun_at) / (time.perf_counter() - begun), timesteps)
-            curve.append({"timesteps": timesteps, "seconds": round(seconds(), 2), "return": mean})
-            bar.update(timesteps - bar.n)
-            if len(returns.last):
-                bar.set_postfix_str("return " + " ".join(f"{value:.2f}" for value in returns.last.mean(0).tolist()), refresh=False)
-
-            updates = timesteps // (args.num_steps * args.num_envs)
-            if args.compare_episodes and args.search != "none" and updates & (updates - 1) == 0:  # after 1, 2, 4, 8, ... of them
-                comparisons.append({"timesteps": timesteps})
-                for mode, how in (("searched", args.search), ("policy", "none")):
-                    played = evaluate_hops(args, meeting, args.compare_episodes, how, args.seed + 3_000_000)
-                    comparisons[-1][mode] = played[:, meeting.hop_seats].mean().item()
-                    writer.add_scalar(f"evaluation/curve_{mode}", comparisons[-1][mode], timesteps)
-
-            last = timesteps >= args.total_timesteps or interrupt.wanted
-            if last or time.perf_counter() - pictured > args.picture_every:
-                pictured = time.perf_counter()
-                add_gif(writer, "episode", record_game(args, meeting, args.seed + timesteps), timesteps,
-                        os.path.join(folder, "pictures", f"episode_{timesteps}.gif"))
-            if last or time.perf_counter() - saved > args.save_every:
-                saved = time.perf_counter()
-                save()
-    bar.close()
-    trained_seconds = seconds()
-    if interrupt.wanted and timesteps < args.total_timesteps:
-        writer.close()
-        print(f"stopped at {timesteps} steps; go on with: python hopplus_selfplay.py --resume {folder}")
-        return 130
-
-    results = {"timesteps": timesteps, "seconds": round(trained_seconds, 2),
-               "sps": round((timesteps - begun_at) / max(time.perf_counter() - begun, 1e-9)), "evaluation": {},
-               "thresholds": thresholds.reached, "warmup_seconds": round(warm_seconds, 2), "simulations": simulated,
-               "imagined_steps": imagined_steps, "largest_fall_in_last_quarter": worst_fall, "curve": curve,
-               "search_curve": comparisons}
-    rows = [["evaluation", *meeting.names, "HOP+ mean", "episodes"]]
-    modes = [("searched", args.eval_episodes, args.search)] if args.search != "none" else []
-    for mode, episodes, how in modes + [("policy", args.eval_policy_episodes, "none")]:
-        if episodes:
-            played = evaluate_hops(args, meeting, episodes, how, args.seed + 1_000_000).cpu()
-            summary = summarise(played, meeting.hop_seats)
-            names = [f"{name} {strength}" for name, strength in zip(args.players, args.strengths or [1] * len(args.players))]
-            score, limit, _ = equal_players_test(played, names)
-            summary["equal_players"] = {"largest_z": score if math.isfinite(score) else None,
-                                        "limit": limit if math.isfinite(limit) else None, "equal": score <= limit}
-            results["evaluation"][mode] = summary
-            rows.append([mode, *(f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in meeting.names + ["mean"]),
-                         str(summary["episodes"])])
-            writer.add_scalar(f"evaluation/{mode}", summary["mean"], timesteps)
-    writer.close()
-    if args.eval_episodes or args.eval_policy_episodes:
-        print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
-    reached = [[value, *((f"{at['seconds']:.1f} s", f"{at['timesteps']} steps") if at else ("not reached", ""))]
-               for value, at in thresholds.reached.items()]
-    print_table("mean return of the last 500 episodes first reached", [["return", "after", ""], *reached])
-    scores = report_models(args, meeting, args.seed + 2_000_000)
-    kinds = {}
-    for pair, seat in enumerate(meeting.pairs.tolist()):
-        kinds.setdefault(args.players[seat], []).append(pair)
-    results["moa"] = {kind: average_scores(scores, pairs) for kind, pairs in kinds.items()}
-    rows = [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
-    rows += [[kind, *(f"{moa[key]:.3f}" for key in ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy",
-                                                  "cross_entropy_floor"))] for kind, moa in results["moa"].items()]
-    print_table("models of others, on fresh games", rows)
-    results["belief_accuracy"] = losses["belief_accuracy"].mean().item() if "belief_accuracy" in losses else None
-    if args.search_model == "learned":
-        results["world_model"] = score_world(args, meeting)
-        print("\nworld model, on fresh mixed games: " + ", ".join(
-            f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
-    draw_curves(results, os.path.join(folder, "pictures", "learning.png"))
-    save_json(os.path.join(folder, "results.json"), results)
-    print(f"\n{timesteps} real steps ({imagined_steps} imagined, {simulated} simulations) in {trained_seconds:.0f} s, of which "
-          f"{warm_seconds:.0f} s to warm up. Everything is in {folder}")
-    return 0
-
-
-def draw_curves(results, path):
-    """The return as learning goes on, and what search adds to the policy on the way: a picture."""
-    import matplotlib  # here, for only the picture needs it
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    points = [point for point in results["curve"] if point["return"] is not None]
-    axes.plot([point["timesteps"] for point in points], [point["return"] for point in points], color="#8a8f98",
-              label="as it learns (last 500 episodes)")
-    for mode, colour in (("searched", "#c8553d"), ("policy", "#28666e")):
-        points = [(point["timesteps"], point[mode]) for point in results["search_curve"]]
-        if mode in results["evaluation"]:
-            points.append((results["timesteps"], results["evaluation"][mode]["mean"]))
-        if points:
-            axes.plot(*zip(*points), marker="o", color=colour, label={"searched": "policy with search", "policy": "policy alone"}[mode])
-    axes.set(xscale="log", xlabel="real environment steps", ylabel="mean return of the HOP+ players")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-
-
-@torch.no_grad()
-def model_exactness(meeting, data):
-    """The share of the real steps just played that the model of the search foresees exactly, first HOP+ player's view."""
-    if not isinstance(meeting.model, LearnedModel):
-        return 1.0
-    order = meeting.order[0]
-    state = {name: part.flatten(-2) for name, part in data["state"].items()}  # [.., T * B]
-    state = {**state, "cell": state["cell"][order], "previous": state["previous"][order]}
-    joint = data["joint"].transpose(0, 1).flatten(1)[order]
-    guess, reward, over = meeting.model.step(state, joint)
-    true, true_reward, true_over = RulesModel(meeting.model.scratch).step(state, joint)
-    same = (guess["cell"] == true["cell"]).all(0) & (guess["board"] == true["board"]).all(0)
-    same &= ((reward - true_reward).abs() < 0.01) & (over == true_over)
-    present = data["present"][:, meeting.hop_seats[0]].flatten()
-    return same[present].float().mean().item()
-
-
-@torch.no_grad()
-def score_world(args, meeting, rows=20_000):
-    """The share of the steps of fresh mixed games, crowds and failed hunts among them, that the learned model foresees
-    exactly; real games meet few of these, imagined ones learn from all. -> shares of whole steps and of rewards"""
-    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-    data = collect(board | {"num_players": len(args.players)}, rows, args.seed + 1_000_000, args.device)
-    data = pick_rows(data, torch.arange(rows, device=args.device))
-    cell, ground, reward, terminated, over = meeting.model.tables.step(data["cell"], data["ground"], data["actions"], data["step"],
-                                                                       data["steps_left"])
-    paid = (reward - data["reward"]).abs() < 0.01
-    whole = paid & (cell == data["next_cell"]).all(1) & (ground == data["next_ground"]).all(1)
-    whole &= (terminated == data["terminated"]) & (over == data["over"])
-    there = data["cell"][:, 0] < meeting.game.cells
-    return {"steps": whole[there].float().mean().item(), "rewards": paid[there].float().mean().item()}
-
-
-def main(args):
-    args = resolve_flags(args)
-    check_flags(args)
-    prepare_torch(args)
-    return {"train": train, "adapt": adapt, "watch": watch}[args.mode](args)
 
 
 if __name__ == "__main__":
