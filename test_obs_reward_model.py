@@ -109,7 +109,7 @@ class Args(RunArgs, GameArgs):
     rollouts: int = 2000
     """open-loop rollouts of each length"""
     rotate_actions: int = 0
-    """hand the model the actions rotated by this many players against the planes: a fault, to see its effect"""
+    """hand the model the actions rotated by so many players against the planes: a fault, to see its effect"""
     samples: int = 4
     """rows drawn cell by cell, the worst ones first"""
 
@@ -483,7 +483,7 @@ class Totals:
                 "breaches": {**self.breaches, "total": sum(self.breaches.values())}}
 
     def calibration(self):
-        """Rows of predicted from, cells, mean predicted, share that came true; the expected calibration error."""
+        """Rows of predicted from, cells, mean predicted, share that came true; expected calibration error."""
         rows = [(number / 10, int(cells), (values / cells).item(), (ones / cells).item())
                 for number, (cells, values, ones) in enumerate(self.bins.T) if cells]
         error = sum(cells * abs(mean - share) for _, cells, mean, share in rows)
@@ -865,8 +865,9 @@ def check_data(columns, asked):
     if missing:
         raise Refused(f"{asked} lacks {', '.join(missing)}")
     shape = columns["observation"].shape
-    if len(shape) != 4 or shape[3] < 4 or not shape[0]:
-        raise Refused(f"{asked}: observation is {shape}, not [rows, height, width, players + 3]")
+    if len(shape) != 4 or not shape[0] or not 1 <= shape[3] - 3 <= MOST_PLAYERS:
+        raise Refused(f"{asked}: observation is {shape}, not [rows, height, width, players + 3] with up to "
+                      f"{MOST_PLAYERS} players")
     alone, each = shape[:1], (shape[0], shape[3] - 3)
     allowed = {"observation": (shape,), "next_observation": (shape,), "actions": (each,),
                "reward": (alone, each), "terminated": (alone, each)}

@@ -119,7 +119,7 @@ class Args(RunArgs, GameArgs):
     """write the rows into the run folder, as data-<board>.npz"""
     hidden_size: int = 64
     """units in each of the two hidden layers of each network"""
-    num_updates: int = 2000
+    num_updates: int = 1500
     """gradient steps"""
     batch_size: int = 1024
     """rows of each gradient step, from all boards in equal parts"""
@@ -632,8 +632,9 @@ def check_data(columns, asked):
     if missing:
         raise Refused(f"{asked} lacks {', '.join(missing)}")
     shape = columns["observation"].shape
-    if len(shape) != 4 or shape[3] < 4 or not shape[0]:
-        raise Refused(f"{asked}: observation is {shape}, not [rows, height, width, players + 3]")
+    if len(shape) != 4 or not shape[0] or not 1 <= shape[3] - 3 <= MOST_PLAYERS:
+        raise Refused(f"{asked}: observation is {shape}, not [rows, height, width, players + 3] with up to "
+                      f"{MOST_PLAYERS} players")
     alone, each = shape[:1], (shape[0], shape[3] - 3)
     allowed = {"observation": (shape,), "next_observation": (shape,), "actions": (each,),
                "reward": (alone, each), "terminated": (alone, each)}
