@@ -892,7 +892,7 @@ def load_world_model(path, asked, device="cpu"):
         raise Refused(f"{asked} holds no world model, it was written by {checkpoint['script']}")
     weights = checkpoint["world_model"]
     try:
-        model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist())
+        model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
         reason = type(error).__name__
@@ -961,16 +961,17 @@ class WorldModel(nn.Module):
     Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
     local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
     what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
-    nothing changes. What the actions do, also where they are not legal, who catches what, what is paid and
-    when a game is over is learned, by three small networks:
+    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
+    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
+    is learned, by three small networks:
 
         local  token -> where the player goes; whether the stag and the hare of its cell stay
         pay    token -> what the player earns, and what it gives to each player on another cell
         end    who and what is left, the clock -> own game over, episode over
     """
 
-    def __init__(self, hidden_size=64, rewards=(0.0, 1.0)):
-        """rewards: those that training has shown."""
+    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
+        """rewards: those that training has shown; gives: whether those on other cells pay (`others_pay`)."""
         super().__init__()
         inputs = NUM_ACTIONS * (1 + 1 + MOST_PLAYERS - 1)
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
@@ -978,6 +979,7 @@ class WorldModel(nn.Module):
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
+        self.register_buffer("gives", torch.tensor(gives))
 
     def read(self, token):
         """Tokens [K] -> logits of the next place [K, 10] and of stag and hare staying [K, 2]; what the player
@@ -996,16 +998,13 @@ class WorldModel(nn.Module):
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
 
-    def earned(self, own, gift, cell, cells):
-        """What each player gets: its own earnings, and gifts of those on other cells. All are [N, B]."""
-        present = cell < cells
-        return (own + (gift * ((cell != cell[:, None]) & present)).sum(1)) * present
-
-    def shares(self, pay):
-        """pay of `read` [K, 2] in the game's units: own earnings [K], settled, and gifts [K], none where they
-        are less than 2 % of the largest reward."""
-        own, gift = (pay * self.scale).T.contiguous()
-        return settle(own, self.rewards), torch.where(gift.abs() < 0.02 * self.scale, 0.0, gift)
+    def earned(self, pay, cell, cells):
+        """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
+        other cells [N, B]."""
+        present, (own, gift) = cell < cells, pay.unbind(-1)
+        if self.gives:
+            own = own + (gift * ((cell != cell[:, None]) & present)).sum(1)
+        return own * present
 
     def forward(self, view, actions, step, steps_left):
         """What the ego sees next, from its view [B, H, W, N+3] and all players' actions [B, N], itself first.
@@ -1029,8 +1028,7 @@ class WorldModel(nn.Module):
         ground = torch.cat([(board >> STAY & 1 ^ 1)[None], prey]).transpose(1, 2)  # [3, B, C+1]
         planes = torch.cat([players, ground])[..., :-1].unflatten(2, (height, width)).permute(1, 2, 3, 0)
 
-        own, gift = (x[which] for x in self.shares(pay))
-        reward = settle(self.earned(own, gift, cell, height * width)[0], self.rewards)
+        reward = settle(self.earned(pay[which], cell, height * width)[0] * self.scale, self.rewards)
         end = self.read_end(*what_is_left(*pack(planes)), step, steps_left)[0].sigmoid()
         return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1]}
 
@@ -1061,8 +1059,9 @@ class WorldTables:
         self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
         stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
         self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.own, self.gift = (absent(table, 0.0) for table in model.shares(pay))
-        self.gives = bool(self.gift.any())
+        self.gives = bool(model.gives)
+        own, gift = (pay * model.scale).T.contiguous()
+        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
 
         self.times = CLOCK_LEVELS[-1] + 1
         number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left

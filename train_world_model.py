@@ -119,7 +119,7 @@ class Args(RunArgs, GameArgs):
     """write the rows into the run folder, as data-<board>.npz"""
     hidden_size: int = 64
     """units in each of the two hidden layers of each network"""
-    num_updates: int = 1500
+    num_updates: int = 2000
     """gradient steps"""
     batch_size: int = 1024
     """rows of each gradient step, from all boards in equal parts"""
@@ -241,9 +241,11 @@ class Run(Saved):
 
     saved = ("model", "optimizer", "generator", "updates", "seconds", "totals", "checked")
 
-    def __init__(self, args, rewards):
+    def __init__(self, args, learned):
+        rewards = common_rewards(torch.cat([rows["reward"].flatten() for rows in learned.values()]))
+        gives = any(others_pay(rows) for rows in learned.values())
         torch.manual_seed(args.seed)
-        self.model = WorldModel(args.hidden_size, rewards).to(args.device)
+        self.model = WorldModel(args.hidden_size, rewards, gives).to(args.device)
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
         self.generator = seeded(args.seed, "batches", args.device)
         self.updates = 0
@@ -257,7 +259,7 @@ def main(args):
     boards = check_flags(args)
     prepare_torch(args)
     learned, held_out = load_files(args) if args.data else play_boards(args, boards)
-    run = Run(args, common_rewards(torch.cat([rows["reward"].flatten() for rows in learned.values()])))
+    run = Run(args, learned)
     if args.resume:
         path = os.path.join(args.resume, "checkpoint.pt")
         run.load_state_dict(load_checkpoint(path, f"--resume {args.resume}", args.device)["run"])
@@ -544,6 +546,17 @@ def common_rewards(reward, most=256):
     return sorted({0.0, *values.tolist()} | ({1.0} if len(values) < 2 else set()))
 
 
+def others_pay(rows):
+    """Whether what a player gets depends on more than its token: then those on other cells pay, too."""
+    egos = len(rows["reward"])
+    present = (rows["cell"] < len(rows["board"]) - 1)[:egos]
+    token, reward = tokens(rows["cell"], rows["board"], rows["actions"])[:egos], rows["reward"][present]
+    kinds, which = token[present].unique(return_inverse=True)
+    low, high = (torch.zeros(len(kinds)).to(reward).scatter_reduce(0, which, reward, how, include_self=False)
+                 for how in ("amin", "amax"))
+    return bool((high - low).max() > 1e-3)
+
+
 def views_of(rows, after=False):
     """The ego's views [S, H, W, N+3] of rows, before the step or after it."""
     cell, board = (rows["next_cell"], rows["next_board"]) if after else (rows["cell"], rows["board"])
@@ -745,16 +758,17 @@ class WorldModel(nn.Module):
     Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
     local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
     what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
-    nothing changes. What the actions do, also where they are not legal, who catches what, what is paid and
-    when a game is over is learned, by three small networks:
+    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
+    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
+    is learned, by three small networks:
 
         local  token -> where the player goes; whether the stag and the hare of its cell stay
         pay    token -> what the player earns, and what it gives to each player on another cell
         end    who and what is left, the clock -> own game over, episode over
     """
 
-    def __init__(self, hidden_size=64, rewards=(0.0, 1.0)):
-        """rewards: those that training has shown."""
+    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
+        """rewards: those that training has shown; gives: whether those on other cells pay (`others_pay`)."""
         super().__init__()
         inputs = NUM_ACTIONS * (1 + 1 + MOST_PLAYERS - 1)
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
@@ -762,6 +776,7 @@ class WorldModel(nn.Module):
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
+        self.register_buffer("gives", torch.tensor(gives))
 
     def read(self, token):
         """Tokens [K] -> logits of the next place [K, 10] and of stag and hare staying [K, 2]; what the player
@@ -780,16 +795,13 @@ class WorldModel(nn.Module):
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
 
-    def earned(self, own, gift, cell, cells):
-        """What each player gets: its own earnings, and gifts of those on other cells. All are [N, B]."""
-        present = cell < cells
-        return (own + (gift * ((cell != cell[:, None]) & present)).sum(1)) * present
-
-    def shares(self, pay):
-        """pay of `read` [K, 2] in the game's units: own earnings [K], settled, and gifts [K], none where they
-        are less than 2 % of the largest reward."""
-        own, gift = (pay * self.scale).T.contiguous()
-        return settle(own, self.rewards), torch.where(gift.abs() < 0.02 * self.scale, 0.0, gift)
+    def earned(self, pay, cell, cells):
+        """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
+        other cells [N, B]."""
+        present, (own, gift) = cell < cells, pay.unbind(-1)
+        if self.gives:
+            own = own + (gift * ((cell != cell[:, None]) & present)).sum(1)
+        return own * present
 
     def loss(self, rows):
         """The losses of rows of `record_step`, to be added up: dict of planes [N+3], reward, end.
@@ -813,7 +825,7 @@ class WorldModel(nn.Module):
         planes = [(place * weight).sum(1), weight.new_zeros(1), (prey * weight[..., None]).sum((0, 1))]
 
         egos = len(rows["reward"])  # all players, or the first alone
-        reward = self.earned(*pay.unbind(-1), cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
+        reward = self.earned(pay, cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
         reward = (reward.square() * weight[:egos]).sum() / weight[:egos].sum()
 
         end = self.read_end(*what_is_left(rows["next_cell"], rows["next_board"]), rows["clock"],
@@ -851,8 +863,7 @@ class WorldModel(nn.Module):
         ground = torch.cat([(board >> STAY & 1 ^ 1)[None], prey]).transpose(1, 2)  # [3, B, C+1]
         planes = torch.cat([players, ground])[..., :-1].unflatten(2, (height, width)).permute(1, 2, 3, 0)
 
-        own, gift = (x[which] for x in self.shares(pay))
-        reward = settle(self.earned(own, gift, cell, height * width)[0], self.rewards)
+        reward = settle(self.earned(pay[which], cell, height * width)[0] * self.scale, self.rewards)
         end = self.read_end(*what_is_left(*pack(planes)), step, steps_left)[0].sigmoid()
         return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1]}
 
@@ -883,8 +894,9 @@ class WorldTables:
         self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
         stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
         self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.own, self.gift = (absent(table, 0.0) for table in model.shares(pay))
-        self.gives = bool(self.gift.any())
+        self.gives = bool(model.gives)
+        own, gift = (pay * model.scale).T.contiguous()
+        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
 
         self.times = CLOCK_LEVELS[-1] + 1
         number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left

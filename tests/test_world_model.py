@@ -208,11 +208,16 @@ def test_order_of_the_co_players_is_only_theirs(model):
 def test_what_others_do_on_the_own_cell_is_no_gift():
     rows = script.collect(board("4x4"), 3000, 8, gathered=0.8)
     net, cell = random_model(1), rows["cell"]
-    ones = torch.ones_like(cell, dtype=torch.float32)
-    given = net.earned(0 * ones, ones, cell, 16)
+    pay = torch.tensor([0.0, 1.0]).expand(*cell.shape, 2)
+    given = net.earned(pay, cell, 16)
     elsewhere = ((cell[1:] != cell[:1]) & (cell[1:] < 16)).sum(0)
     assert torch.equal(given[0], elsewhere.float()) and elsewhere.max() > 1 and elsewhere.min() == 0
     assert (given[cell == 16] == 0).all()
+
+
+def test_whether_others_pay_shows_in_the_rows():
+    for changes, pays in (({}, False), (dict(prosocial=True), True), (dict(time_reward=-0.1), False)):
+        assert script.others_pay(script.collect(board("4x4", **changes), 3000, 8, gathered=0.8)) == pays
 
 
 @pytest.mark.parametrize("text", BOARDS)
@@ -220,9 +225,7 @@ def test_what_others_do_on_the_own_cell_is_no_gift():
 def test_the_tables_are_the_networks(text, gives):
     rows = script.collect(board(text), 3000, 8, gathered=0.5)
     net = random_model(1)
-    if not gives:
-        with torch.no_grad():
-            net.pay[-1].weight[1], net.pay[-1].bias[1] = 0.0, 0.0
+    net.gives.fill_(gives)
     tables = net.tabulate(rows["height"], rows["width"], len(rows["cell"]))
     assert tables.gives == gives
     state, reward, over = tables.step(state_of(rows), rows["actions"])
@@ -298,7 +301,7 @@ def test_next_views_are_exact(model, text):
 def test_few_steps_make_an_exact_model_for_the_search():
     """10,000 steps of the game and 400 gradient steps: 99.9 % of fresh mixed steps are foreseen whole."""
     rows = script.collect(board("4x4"), 10_000, 1, gathered=0.8)
-    run = script.Run(script.Args(), script.common_rewards(rows["reward"]))
+    run = script.Run(script.Args(), {"4x4": rows})
     for update in range(400):
         rate = 1e-2 * 0.5 * (1 + np.cos(np.pi * update / 400))
         run.optimizer.param_groups[0]["lr"] = rate
@@ -319,7 +322,7 @@ def test_actions_in_the_wrong_order_show(model):
 
 
 @pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0),
-                                     dict(prosocial=True, time_reward=-0.1)])
+                                     dict(prosocial=True), dict(time_reward=-0.1)])
 def test_another_game_is_learned_as_well(tmp_path, changes):
     assert script.main(flags(tmp_path, boards=("4x4",), **changes)) == 0
     net = tester.load_world_model(str(tmp_path / "run"), "--checkpoint")[0]
@@ -328,13 +331,13 @@ def test_another_game_is_learned_as_well(tmp_path, changes):
     assert check["exact"] >= 0.999 and check["reward_exact"] >= 0.99
     other = script.measure(net, script.collect(board("4x4"), 5000, 13))
     assert min(other["exact"], other["reward_exact"]) < 0.999
-    assert net.tabulate(4, 4, 4).gives or "prosocial" not in changes
+    assert net.tabulate(4, 4, 4).gives == changes.get("prosocial", False)
     assert tester.tables_exact(net, rows) >= 0.99
 
 
 def test_plane_weights_weigh(tmp_path):
     for name, weights in (("equal", (1.0,) * 7), ("none", (0.0,) * 7)):
-        args = flags(tmp_path, boards=("4x4",), rows=2000, num_updates=60, plane_weights=weights, run_name=name)
+        args = flags(tmp_path, boards=("4x4",), rows=2000, num_updates=150, plane_weights=weights, run_name=name)
         assert script.main(args) == 0
     equal, none = (tester.load_world_model(str(tmp_path / name), "--checkpoint")[0] for name in ("equal", "none"))
     rows = script.collect(board("4x4"), 1000, 14)
