@@ -1,23 +1,29 @@
-"""Tests a world model on rows that it never saw: errors, exactness, breaches of the rules, open-loop rollouts, pictures.
+"""Tests a world model on rows that it never saw: errors, breaches of the rules, open-loop rollouts, pictures.
 
     python test_obs_reward_model.py --checkpoint runs/<run name>/checkpoint.pt
     python test_obs_reward_model.py --checkpoint ... --height 12 --width 12 --max-blocks 2 --num-players 6
     python test_obs_reward_model.py --checkpoint ... --data rows.npz
-    tensorboard --logdir runs                                   the pictures and figures
+    tensorboard --logdir runs                          the pictures and figures
 
-The board and the number of players are given by flags; the other rules are taken over from the checkpoint where a
-flag leaves them at their default. The rules of the game are checked here, and nowhere in the model. Takes about a
-minute, and leaves `results.json` and `pictures/` in `runs/<run name>/`.
+The board and the number of players are given by flags; the other rules are taken over from the checkpoint
+where a flag leaves them at their default. The rules of the game are checked here, and nowhere in the model.
+Takes about a minute, and leaves `results.json` and `pictures/` in `runs/<run name>/`.
 
 The file from top to bottom:
-    arguments     the flags
+    flags         what can be chosen, and what is refused
+    state         what a thing keeps, and random numbers
+    testing       main, and what is printed
+    measuring     errors, breaches of the rules, rollouts
+    pictures      the worst rows, histograms, an imagined episode
+    data          rows of mixed play, views of them, files
+    world model   the model, and its tables for the search
     game          the batched stag hunt and its rules
     players       rule-based players
-    data          rows of mixed play, and their files
-    world model   the local model, its tables for the search, and the plain model
-    test          metrics, breaches of the rules, rollouts, calibration
-    outputs       run folder, pictures
-    main          the report
+    outputs       run folder, checkpoints, tables
+
+Letters in shapes:
+    N players, the ego first     B, S states or rows     C cells of the board     H, W its height and width
+    K tokens                     R rewards that are known
 """
 
 import dataclasses
@@ -39,7 +45,7 @@ import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-# =================================================================================== arguments
+# ======================================================================================= flags
 
 
 @dataclass
@@ -79,7 +85,7 @@ class RunArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
-    """threads that PyTorch may use; more help on a large network and an idle machine, and change the last digits"""
+    """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
     run_name: str | None = None
@@ -95,32 +101,1028 @@ class Args(RunArgs, GameArgs):
     checkpoint: str = ""
     """checkpoint.pt of train_world_model.py"""
     data: str | None = None
-    """.npz file of rows to test on, instead of play collected on the board of the flags"""
+    """.npz file of rows to test on, instead of play on the board of the flags"""
     num_players: int | None = None
     """players on the board (default: as the model was trained)"""
     rows: int = 50_000
-    """rows to collect"""
+    """rows to play"""
     rollouts: int = 2000
     """open-loop rollouts of each length"""
     rotate_actions: int = 0
-    """hand the model the actions rotated by this many players against the planes: a fault to see the effect of"""
+    """hand the model the actions rotated by so many players against the planes: a fault, to see its effect"""
     samples: int = 4
     """rows drawn cell by cell, the worst ones first"""
 
 
-# ======================================================================================== game
+RANGES = (
+    (1, math.inf, ("rows",)),
+    (1, 8, ("num_players",)),
+    (0, math.inf, ("rollouts", "samples")),
+)
+
+
+def check_flags(args):
+    """Refuses flags that make no sense, alone or together."""
+    if not args.checkpoint:
+        raise Refused("--checkpoint is missing: name the checkpoint.pt of a run of train_world_model.py")
+    check_ranges(args, RANGES)
+    refuse_ignored(args, (
+        ("a test, which is short and runs through", True, ("resume", "save_every")),
+        ("--data, which says what to test on", args.data is not None,
+         ("rows", "height", "width", "max_blocks", "stags", "hares", "num_players")),
+    ))
+
+
+def take_rules(args, trained):
+    """The rules that the model was trained on, where a flag leaves them at their default; not the board."""
+    values = {}
+    for field in dataclasses.fields(GameArgs):
+        if field.name not in ("height", "width", "max_blocks") and getattr(args, field.name) == field.default:
+            value = trained.get(field.name, field.default)
+            values[field.name] = tuple(value) if isinstance(value, list) else value
+    if args.num_players is None:
+        values["num_players"] = trained.get("num_players", 4)
+    return dataclasses.replace(args, **values)
+
+
+# ======================================================================================= state
 
 
 class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+def flag(name):
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args, ranges):
+    """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
+    for low, high, names in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+                raise Refused(f"{flag(name)} {value} must {bounds}")
+
+
+def refuse_ignored(args, ignored):
+    """Refuses flags without effect; ignored are rows of (a choice, whether it is made, flags it ignores)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for choice, made, names in ignored:
+        for name in names:
+            value = getattr(args, name)
+            if made and value != defaults[name]:
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+class Saved:
+    """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
+
+    saved = ()
+
+    def state_dict(self):
+        """The state by name, for a checkpoint."""
+        state = {}
+        for name in self.saved:
+            part = getattr(self, name)
+            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+            state[name] = get() if get else part
+        return state
+
+    def load_state_dict(self, state):
+        """Goes on from a state, or from a part of one."""
+        for name, value in state.items():
+            part = getattr(self, name)
+            if isinstance(part, torch.Generator):
+                part.set_state(value.cpu())
+            elif hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def seeded(seed, what, device="cpu"):
+    """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed} {what}").getrandbits(63))
+
+
+# ===================================================================================== testing
+
+
+def main(args):
+    check_flags(args)
+    prepare_torch(args)
+    model, checkpoint = load_world_model(args.checkpoint, f"--checkpoint {args.checkpoint}", args.device)
+    args = take_rules(args, checkpoint["config"])
+    rows, args = find_rows(args)
+    folder = open_run(args)
+    print(f"[INFO] loaded model. obs_shape=({args.height}, {args.width}, {args.num_players + 3}), "
+          f"action_dim={NUM_ACTIONS}")
+    print(f"[INFO] dataset size={rows_of(rows)}, inferred n_agents={args.num_players}")
+
+    totals = Totals(args)
+    chunks = math.ceil(rows_of(rows) / 2048)
+    asked = {**rows, "actions": rotated(rows["actions"], args)}
+    for number, (_, out) in enumerate(tqdm(predict(model, asked), total=chunks, desc="testing", leave=False,
+                                           dynamic_ncols=True)):
+        totals.add(pick(rows, slice(2048 * number, 2048 * number + 2048)), out)
+    results = totals.results()
+    print_metrics(results)
+    if not args.rotate_actions:
+        results["tables_exact"] = tables_exact(model, rows)
+        print(f"tables of the search, state, reward and end together: {percent(results['tables_exact'])}")
+    print("\n=== Breaches of the rules ===")
+    for kind, count in results["breaches"].items():
+        print(f"  {kind}: {count}")
+
+    long = rollout_rows(args, rows)
+    curve = roll_outs(args, model, long, results)
+    bins, results["calibration_error"] = totals.calibration()
+    table = [["predicted", "cells", "mean predicted", "came true"]]
+    table += [[f"{low:.1f} to {low + 0.1:.1f}", cells, f"{mean:.6f}", f"{share:.6f}"]
+              for low, cells, mean, share in bins]
+    print_table("calibration of the cells", table)
+    print(f"expected calibration error: {results['calibration_error']:.2e}")
+    save_json(os.path.join(folder, "results.json"), results)
+    log_results(args, folder, totals, results, curve, imagined_episode(args, model, long))
+    print(f"\nPictures and results.json are in {folder}")
+    return 0
+
+
+def find_rows(args):
+    """The rows to test on, played or from --data. -> rows, args with the board of the rows"""
+    if args.data is not None:
+        rows = load_data(args.data, f"--data {args.data}", args.device)
+        return rows, dataclasses.replace(args, height=rows["height"], width=rows["width"],
+                                         num_players=len(rows["cell"]))
+    return play_rows(args, args.rows, "test"), args
+
+
+def play_rows(args, many, what):
+    """Rows of mixed play on the board of the flags, with random numbers of their own."""
+    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
+    return collect({**board, "num_players": args.num_players}, many, f"{args.seed} {what}", args.device)
+
+
+def rollout_rows(args, rows):
+    """Rows with enough episodes of the longest rollouts: those given, or more play of the same board."""
+    many = rows_of(rows)
+    for number in range(4):
+        if args.data is not None or len(window_starts(rows, ROLLOUT_STEPS[-1])) >= args.rollouts:
+            break
+        many *= 2
+        rows = play_rows(args, many, f"rollouts {number}")
+    return rows
+
+
+def percent(share):
+    return f"{100 * share:.3f} %"
+
+
+def print_metrics(results):
+    print("\n=== Metrics ===")
+    print(f"Obs  MSE (mean over B,C,H,W): {results['obs_mse']:.4g}")
+    print(f"Obs  PSNR: {results['psnr']:.2f} dB")
+    print(f"Rew  MSE:  {results['reward_mse']:.4g}")
+    print("Per-channel MSE:")
+    for plane, error in enumerate(results["plane_mse"]):
+        print(f"  ch[{plane}]: {error:.6e}")
+    print("\n=== Exactness ===")
+    print(f"next views exact after rounding: {percent(results['exact'])}")
+    print(f"rewards right to 0.01: {percent(results['reward_exact'])}")
+    for kind, right in results["reward_exact_by_catch"].items():
+        print(f"  {kind}: {percent(right['exact'])} of {right['rows']}")
+    print(f"ends right: {percent(results['end_exact'])} (own game {percent(results['own_end'])}, "
+          f"episode {percent(results['episode_end'])})")
+    print(f"legal actions of the predicted view right: {percent(results['legal_exact'])}")
+
+
+def roll_outs(args, model, rows, results):
+    """Rolls out each number of steps, and puts what came of it into the results.
+
+    -> the share that is exact after each step of the longest
+    """
+    generator, curve = seeded(args.seed, "rollouts", args.device), []
+    results |= {"rollout": {}, "rollout_breaches": {}, "rollouts": {}}
+    print("\n=== Open-loop rollouts under the true actions ===")
+    for steps in ROLLOUT_STEPS if args.rollouts else ():
+        starts = window_starts(rows, steps)
+        order = torch.randperm(len(starts), generator=generator, device=args.device)
+        starts = starts[order[:args.rollouts]]
+        if not len(starts):
+            print(f"  {steps} steps: no episode is that long")
+            continue
+        exact, breached, _ = roll_out(model, rows, starts, steps, args)
+        curve = exact.double().mean(1).tolist()
+        results["rollout"][str(steps)] = curve[-1]
+        results["rollout_breaches"][str(steps)] = int(breached.sum())
+        results["rollouts"][str(steps)] = len(starts)
+        print(f"  {steps} steps: {percent(curve[-1])} exact to the last cell, "
+              f"{int(breached.sum())} breaches, {len(starts)} rollouts")
+    return curve
+
+
+
+
+
+def log_results(args, folder, totals, results, curve, frames):
+    """Writes figures and pictures to the run folder and TensorBoard."""
+    writer = open_writer(folder, args)
+    for key in ("obs_mse", "psnr", "reward_mse", "exact", "reward_exact", "end_exact", "calibration_error"):
+        writer.add_scalar(f"world_model_test/{key}", results[key], 0)
+    for kind, count in results["breaches"].items():
+        writer.add_scalar(f"world_model_test/breaches/{kind.replace(' ', '_')}", count, 0)
+    for step, share in enumerate(curve, start=1):
+        writer.add_scalar("world_model_test/rollout_exact", share, step)
+    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
+    for tag, path in draw_test(args, folder, totals, curve).items():
+        add_picture(writer, tag, path, 0)
+    if frames:
+        path = os.path.join(folder, "pictures", "imagined_episode.gif")
+        add_gif(writer, "imagined_episode", frames, 0, path)
+    writer.close()
+
+
+# =================================================================================== measuring
+
+ROLLOUT_STEPS = (1, 5, 10, 20, 35)
+KEPT_ROWS = 2000  # rows whose values are drawn
+
+
+def rotated(actions, args):
+    """The actions [N, S] as the model gets them: as the planes, unless --rotate-actions says otherwise."""
+    return actions.roll(args.rotate_actions, 0)
+
+
+def window_starts(rows, steps):
+    """The rows from which `steps` rows of the same episode follow one another."""
+    last = rows_of(rows) - steps + 1
+    following = rows["episode"][:last] == rows["episode"][steps - 1:]
+    following &= rows["clock"][:last] + steps - 1 == rows["clock"][steps - 1:]
+    return following.nonzero()[:, 0]
+
+
+@torch.no_grad()
+def predict(model, rows, chunk=2048):
+    """The model's answers to all rows, chunk by chunk: yields these rows and what `forward` gives."""
+    for begin in range(0, rows_of(rows), chunk):
+        part = pick(rows, slice(begin, begin + chunk))
+        left = part["deadline"] - part["clock"]
+        yield part, model(views_of(part), part["actions"].T, part["clock"], left)
+
+
+def psnr(mse):
+    """Peak signal-to-noise ratio in dB, the peak being 1."""
+    return 10 * math.log10(1 / max(mse, 1e-30))
+
+
+def catches(rows, stag_hunters):
+    """What the rules say of a step: who is caught up in a catch [N, B], how many hunt what the ego catches
+    [B] (0: it catches nothing), and whether that is a stag [B]."""
+    cell, legal = rows["cell"], rows["board"].gather(0, rows["cell"])
+    stag = (rows["actions"] == HUNT_STAG) & (legal & STAG_BIT > 0)
+    hare = (rows["actions"] == HUNT_HARE) & (legal & HARE_BIT > 0)
+    together = cell[:, None] == cell  # [one, other, B]
+    caught = stag & ((together & stag).sum(1) >= stag_hunters) | hare
+    return caught, (together & caught).sum(1)[0] * caught[0], stag[0]
+
+
+def count_breaches(rows, view, reward, args):
+    """What in predicted views and rewards the rules forbid, given the rows: {kind: where [B]}."""
+    width, cells = rows["width"], rows["height"] * rows["width"]
+    caught, _, _ = catches(rows, args.stag_hunters)
+    planes = view.flatten(1, 2).permute(2, 1, 0)  # [N+3, C, B]
+    before = views_of(rows).flatten(1, 2).permute(2, 1, 0)[-3:] > 0
+    players, ground = planes[:-3], planes[-3:] > 0.5
+    present = rows["cell"] < cells
+    places, cell, on_board = (players > 0.5).sum(1), players.argmax(1), players.sum(1)  # [N, B] each
+    now = torch.where(present, rows["cell"], 0)
+    far = (now // width - cell // width).abs() + (now % width - cell % width).abs() > 1
+    seized = torch.zeros_like(rows["board"]).scatter(0, torch.where(caught, rows["cell"], cells), 1)[:-1] > 0
+    always = args.time_reward * (present.float().mean(0) if args.prosocial else present[0])
+    earns = caught.any(0) if args.prosocial else caught[0]
+    placed, nowhere = places == 1, present & (places == 0)
+    return {
+        "moves further than one cell": (present & placed & far).any(0),
+        "in two places": (places > 1).any(0) | (on_board > 1.5).any(0),
+        "in no place": (nowhere & (on_board >= 0.5)).any(0),
+        "vanishes without a catch": (nowhere & (on_board < 0.5) & ~caught).any(0),
+        "player appears": (~present & (places > 0)).any(0),
+        "walks into an obstacle": (placed & before[0].gather(0, cell)).any(0),
+        "prey moves or appears": (ground[1:] & ~before[1:]).flatten(0, 1).any(0),
+        "prey vanishes without a catch": (~ground[1:] & before[1:] & ~seized).flatten(0, 1).any(0),
+        "obstacle changes": (ground[0] != before[0]).any(0),
+        "reward without a catch": ((reward - always).abs() > 0.01) & ~earns,
+    }
+
+
+def catch_kind(number, is_stag):
+    """The name of what the ego caught: how many did it together, and whether it was a stag."""
+    if number == 0:
+        return "none"
+    return f"stag with {number}" if is_stag else "hare" if number == 1 else "shared hare"
+
+
+def legal_actions(view):
+    """The ego's legal actions in views [B, H, W, N+3]: [B, 7]."""
+    cell, board = pack(view)
+    return board.gather(0, cell[:1])[0][:, None] >> torch.arange(NUM_ACTIONS, device=view.device) & 1 > 0
+
+
+class Totals:
+    """Everything that is summed up over the rows."""
+
+    def __init__(self, args):
+        self.args, self.sums, self.breaches, self.by_catch = args, {}, {}, {}
+        # by the predicted value of cells: how many, the sum of the values, how many came true
+        self.bins = torch.zeros(3, 10, dtype=torch.float64)
+        self.rows, self.kept, self.worst = 0, [], []
+
+    def add(self, rows, out):
+        """Takes in rows and what the model says of them."""
+        view, reward, true = out["view"], out["reward"], views_of(rows, after=True)
+        error, reward_error = (view - true).double(), reward - rows["reward"][0]
+        self.rows += len(view)
+        right = reward_error.abs() <= 0.01
+        own = (out["terminated"] > 0.5) == rows["terminated"][0]
+        episode = (out["over"] > 0.5) == rows["over"]
+        for key, value in {
+                "plane_mse": error.square().mean((1, 2)), "reward_mse": reward_error.double().square(),
+                "exact": ((view > 0.5) == true).flatten(1).all(1), "reward_exact": right,
+                "end_exact": own & episode, "own_end": own, "episode_end": episode,
+                "legal_exact": (legal_actions(view) == legal_actions(true)).all(1)}.items():
+            self.sums[key] = self.sums.get(key, 0) + value.double().sum(0).cpu()
+        for kind, where in count_breaches(rows, view, reward, self.args).items():
+            self.breaches[kind] = self.breaches.get(kind, 0) + int(where.sum())
+        _, number, stag = catches(rows, self.args.stag_hunters)
+        for name, good in zip(map(catch_kind, number.tolist(), stag.tolist()), right.tolist()):
+            many, hits = self.by_catch.get(name, (0, 0))
+            self.by_catch[name] = many + 1, hits + good
+
+        value = view.flatten().double().clamp(0, 1)
+        place, weights = (value * 10).long().clamp(max=9), (None, value, true.flatten().double())
+        self.bins += torch.stack([torch.bincount(place, weight, 10) for weight in weights]).double().cpu()
+        badness = error.abs().flatten(1).amax(1) + reward_error.abs()
+        keep = {"before": views_of(rows), "true": true, "view": view, "reward": rows["reward"][0],
+                "predicted": reward, "badness": badness, "actions": rows["actions"].T}
+        if sum(len(part["reward"]) for part in self.kept) < KEPT_ROWS:
+            self.kept.append({key: column.cpu() for key, column in keep.items()})
+        worst = badness.topk(min(self.args.samples, len(badness))).indices
+        self.worst.append({key: column[worst].cpu() for key, column in keep.items()})
+
+    def results(self):
+        """Errors and shares of what is right, for results.json."""
+        mean = {key: (value / self.rows).tolist() for key, value in self.sums.items()}
+        mse = sum(mean["plane_mse"]) / len(mean["plane_mse"])
+        by_catch = {kind: {"rows": many, "exact": hits / many}
+                    for kind, (many, hits) in sorted(self.by_catch.items())}
+        return {"obs_mse": mse, "psnr": psnr(mse), **mean, "reward_exact_by_catch": by_catch,
+                "breaches": {**self.breaches, "total": sum(self.breaches.values())}}
+
+    def calibration(self):
+        """Rows of predicted from, cells, mean predicted, share that came true; expected calibration error."""
+        rows = [(number / 10, int(cells), (values / cells).item(), (ones / cells).item())
+                for number, (cells, values, ones) in enumerate(self.bins.T) if cells]
+        error = sum(cells * abs(mean - share) for _, cells, mean, share in rows)
+        return rows, error / sum(cells for _, cells, _, _ in rows)
+
+
+@torch.no_grad()
+def roll_out(model, rows, starts, steps, args):
+    """The model's own way from some rows on, under the true actions, its views rounded and fed back.
+
+    -> exact so far [step, B] (every cell of every view until then), breaches of any rule [B], the views [step
+    + 1]
+    """
+    view = views_of(pick(rows, starts))
+    exact, breached, views, so_far = [], 0, [view.float()], True
+    for step in range(steps):
+        true = pick(rows, starts + step)
+        left = true["deadline"] - true["clock"]
+        out = model(view, rotated(true["actions"], args).T, true["clock"], left)
+        cell, board = pack(view)
+        breaches = count_breaches({**true, "cell": cell, "board": board}, out["view"], out["reward"], args)
+        breached = breached + sum(where.long() for where in breaches.values())
+        view = (out["view"] > 0.5).to(torch.uint8)
+        so_far = so_far & (view == views_of(true, after=True)).flatten(1).all(1)
+        exact.append(so_far)
+        views.append(out["view"])
+    return torch.stack(exact), breached, views
+
+
+def tables_exact(model, rows):
+    """The share of rows whose next state, reward and end are all right in the tables that a search uses."""
+    tables = model.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    state, reward, over = tables.step(rows, rows["actions"])
+    right = (state["cell"] == rows["next_cell"]).all(0) & (state["board"] == rows["next_board"]).all(0)
+    right &= (reward - rows["reward"][0]).abs() <= 0.01
+    right &= over == rows["terminated"][0] | rows["over"]
+    return right.double().mean().item()
+
+
+# ==================================================================================== pictures
+
+
+def plot(path, rows, columns, size, title, paint):
+    """Makes a PNG of a grid of axes that paint(axes) fills."""
+    import matplotlib  # here, for only pictures need it
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    paint(axes)
+    for axis in axes.flat:
+        axis.set_visible(axis.has_data())
+    figure.suptitle(title)
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def draw_sample(sample, path):
+    """One row cell by cell, a column each plane: true now and next, predicted with raw values, difference."""
+    height, width, planes = sample["true"].shape
+    names, difference = plane_names(planes - 3), sample["view"] - sample["true"]
+    size = max(3.5, 26 / max(height, width))
+    parts = (("true now", sample["before"], 0), ("true next", sample["true"], 0),
+             ("predicted next", sample["view"], 0), ("predicted - true", difference, -1))
+
+    def paint(axes):
+        for row, (label, view, lowest) in enumerate(parts):
+            for plane, values in enumerate(view.float().unbind(-1)):
+                axis = axes[row][plane]
+                axis.imshow(values, cmap="RdBu" if lowest else "Blues", vmin=lowest, vmax=1)
+                for (r, c), value in np.ndenumerate(values.numpy()):
+                    form = ".0f" if row < 2 or value == 0 else ".4f" if abs(value) >= 1e-3 else ".0e"
+                    axis.text(c, r, f"{value:{form}}", ha="center", va="center", fontsize=size,
+                              color="white" if abs(value) > 0.6 else "black")
+                axis.set(xticks=[], yticks=[], title=names[plane] if row == 0 else "",
+                         ylabel=label if plane == 0 else "")
+
+    actions = ", ".join(ACTIONS[action] for action in sample["actions"].tolist())
+    title = (f"asked for, ego first: {actions}\nreward {sample['reward'].item():.4f}, predicted "
+             f"{sample['predicted'].item():.4f}; largest error of a cell {difference.abs().max().item():.2e}")
+    plot(path, 4, planes, (1.9 * planes, 8), title, paint)
+
+
+def draw_test(args, folder, totals, curve):
+    """All pictures but the GIF. -> {tag: path}"""
+    kept = {key: torch.cat([part[key] for part in totals.kept])[:KEPT_ROWS] for key in totals.kept[0]}
+    worst = {key: torch.cat([part[key] for part in totals.worst]) for key in totals.worst[0]}
+    names = plane_names(kept["view"].shape[-1] - 3)
+    values, half = (kept["view"].unbind(-1), kept["true"].unbind(-1)), math.ceil(len(names) / 2)
+    paths = {}
+
+    def new(tag):
+        paths[tag] = os.path.join(folder, "pictures", f"{tag}.png")
+        return paths[tag]
+
+    for number, row in enumerate(worst["badness"].argsort(descending=True)[:args.samples].tolist(), start=1):
+        draw_sample({key: column[row] for key, column in worst.items()}, new(f"worst_{number}"))
+
+    def histograms(axes):
+        for axis, name, predicted, true in zip(axes.flat, names, *values):
+            axis.hist([true.flatten().float().numpy(), predicted.flatten().numpy()], bins=20, range=(0, 1),
+                      log=True, label=["true", "predicted"])
+            axis.set_title(name)
+        axes.flat[0].legend()
+    plot(new("value_histograms"), 2, half, (14, 6), "values of the cells of the next view", histograms)
+
+    def scatter(axes):
+        generator = torch.Generator().manual_seed(0)
+        for axis, name, predicted, true in zip(axes.flat, names, *values):
+            sideways = (torch.rand(true.numel(), generator=generator) - 0.5) * 0.2
+            axis.scatter(true.flatten() + sideways, predicted.flatten(), s=2)
+            axis.set(title=name, xlabel="true (spread sideways)", ylabel="predicted", xlim=(-0.3, 1.3))
+    plot(new("value_scatter"), 2, half, (14, 6), "predicted against true value of each cell", scatter)
+
+    def rewards(axes):
+        left, right = axes[0]
+        left.scatter(kept["reward"], kept["predicted"], s=12)
+        left.set(xlabel="true reward", ylabel="predicted reward")
+        right.hist((kept["predicted"] - kept["reward"]).numpy(), bins=41, log=True)
+        right.set(xlabel="predicted - true", ylabel="rows")
+    plot(new("reward_scatter"), 1, 2, (11, 4.5), "own reward", rewards)
+
+    def exactness(axes):
+        axes[0][0].plot(range(1, len(curve) + 1), curve, marker=".")
+        axes[0][0].set(xlabel="steps without looking", ylabel="share exact to the last cell", ylim=(0, 1.02))
+    plot(new("rollout_exactness"), 1, 1, (7, 4.5), "open-loop rollouts under the true actions", exactness)
+
+    def calibration(axes):
+        bins, error = totals.calibration()
+        _, cells, means, shares = zip(*bins)
+        axes[0][0].plot((0, 1), (0, 1), color="lightgrey")
+        axes[0][0].scatter(means, shares, s=[8 * math.log10(count + 1) for count in cells])
+        axes[0][0].set(xlabel="predicted probability", ylabel="share that came true",
+                       title=f"expected error {error:.1e}")
+    plot(new("calibration"), 1, 1, (6, 5), "calibration of the cells", calibration)
+    return paths
+
+
+def draw_view(view, caption):
+    """A view, rounded, as a board; the ego is player 1."""
+    cell, board = pack(view[None].cpu())
+    height, width = view.shape[:2]
+    game = SimpleNamespace(height=height, width=width, cells=height * width, board=board, cell=cell)
+    return draw_board(game, 0, caption)
+
+
+def imagined_episode(args, model, rows):
+    """Frames of an episode as it was, and as the model imagined it from its first view on, side by side.
+
+    Of the longest rollouts it is the one in which most players leave, and among those they stay longest.
+    """
+    from PIL import Image
+
+    steps = max((steps for steps in ROLLOUT_STEPS if len(window_starts(rows, steps))), default=0)
+    if not steps:
+        return []
+    starts = window_starts(rows, steps)
+    there = (rows["cell"] < rows["height"] * rows["width"]).sum(0)[starts + torch.arange(steps)[:, None]]
+    start = starts[((there[0] - there[-1]) * 1000 + there.sum(0)).argmax()]
+    _, _, views = roll_out(model, rows, start[None], steps, args)
+    first, last = pick(rows, start[None]), pick(rows, start + torch.arange(steps))
+    truth = torch.cat([views_of(first), views_of(last, after=True)])
+    frames = []
+    for step, (true, view) in enumerate(zip(truth, views)):
+        off = (view[0] - true).abs().max().item()
+        pair = draw_view(true, f"step {step}: true"), draw_view(view[0], f"imagined, off by {off:.0e}")
+        frame = Image.new("RGB", (pair[0].width * 2 + 12, pair[0].height), "white")
+        frame.paste(pair[0], (0, 0))
+        frame.paste(pair[1], (pair[0].width + 12, 0))
+        frames.append(frame)
+    return frames
+
+
+# ======================================================================================== data
+
+# The data are rows, each a step of a game: tensors by name, the row last; and the board's height and width.
+# The players stand in the order in which one of them, the ego, sees them:
+#   cell [N, S], board [C+1, S], clock [S], deadline [S]   where the game stood, see BatchedStagHunt
+#   actions [N, S]                what the players asked for
+#   next_cell, next_board         where the game stands then
+#   place [N, S]                  where each player went, a number of OFFSETS, or GONE
+#   reward [N, S]                 what each player got
+#   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
+#   episode [S]                   rows of one episode stand together, in order
+BY_PLAYER = ("cell", "actions", "next_cell", "place", "reward", "terminated")
+
+
+class MixedPlay:
+    """Games in which much happens, to learn a world from.
+
+    Each episode draws a rule-based player for every seat, or one for all seats, so that crowds form; a share
+    of uniform actions, legal or not; and whether its players hesitate: they then hunt only in one step of
+    five, all in the same, so that prey is caught by many hands. Half of the episodes have an earlier
+    deadline. Players that have left go on asking for something, which means nothing.
+
+    A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey, half of
+    the other prey gone, and a few steps before the deadline: in plain play hardly any mixture of actions on
+    one cell is met, and what is never met is what a model gets wrong.
+    """
+
+    def __init__(self, board, num_envs, seed, device, gathered):
+        self.game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
+        self.num_envs, self.device, self.gathered = num_envs, device, gathered
+        self.generator = seeded(seed, "mixed play", device)
+        rules = [*RULES.values()][:6] + [(self.game.final_time // 2, True, 0.0, False)]
+        self.rules = torch.tensor(rules, device=device)
+        self.shares = torch.tensor([0.0, 0.1, 0.5, 1.0], device=device)
+        self.rule = torch.zeros(num_envs, self.game.num_players, 4, device=device)
+        self.share, self.hesitates = torch.zeros(num_envs, device=device), self.draw(1) > 0
+        self.begin(self.draw(1) == 0)
+
+    def draw(self, most, *shape):
+        """Whole numbers from 0 to most - 1: [B, ...]."""
+        shape = (self.num_envs, *shape)
+        return torch.randint(most, shape, generator=self.generator, device=self.device)
+
+    def chance(self, *shape):
+        """Numbers from 0 to 1."""
+        return torch.rand(shape, generator=self.generator, device=self.device)
+
+    def begin(self, new):
+        """Begins new episodes where `new` [B] says so."""
+        game = self.game
+        game.reset(new)
+        kind = self.draw(len(self.rules), game.num_players)
+        kind = torch.where((self.draw(2) > 0)[:, None], kind, kind[:, :1])
+        self.rule = torch.where(new[:, None, None], self.rules[kind], self.rule)
+        self.share = torch.where(new, self.shares[self.draw(4)], self.share)
+        self.hesitates = torch.where(new, self.draw(2) > 0, self.hesitates)
+        deadline = torch.where(self.draw(2) > 0, 1 + self.draw(game.final_time), game.final_time)
+        gathers = new & (self.chance(self.num_envs) < self.gathered)
+        deadline = torch.where(gathers, 1 + self.draw(3), deadline)
+        game.deadline = torch.where(new, deadline, game.deadline)
+
+        ground = game.board[:-1]
+        fits = (ground >= STAG_BIT) | (ground > 0) & (self.draw(4) == 0)
+        spot = (fits * self.chance(*ground.shape)).argmax(0)
+        joins = gathers & (self.draw(6, game.num_players).T > 0)
+        game.cell = torch.where(joins, spot, game.cell)
+        thinned = gathers & (self.chance(*game.board.shape) < 0.5)
+        thinned = thinned.scatter(0, spot[None], False)
+        game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
+
+    def act(self):
+        """What all players ask for: [B, N]."""
+        game = self.game
+        nobody = torch.zeros_like(self.hesitates)
+        actions = sample_actions(rule_probabilities(game, self.rule, nobody), self.generator)
+        waits = (self.hesitates & (self.draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
+        actions = torch.where(waits, STAY, actions)
+        uniform = self.chance(*actions.shape) < self.share[:, None]
+        uniform |= game.cell.T == game.cells
+        return torch.where(uniform, self.draw(NUM_ACTIONS, game.num_players), actions)
+
+
+@torch.no_grad()
+def collect(board, num_rows, seed, device="cpu", gathered=0.0):
+    """Rows of mixed play on a board. The ego, drawn for each episode, is there in all of them: where it has
+    left, the next episode begins."""
+    play = MixedPlay(board, max(1, min(512, num_rows // 50)), seed, device, gathered)
+    n, steps, count = board["num_players"], [], 0
+    episode, ego = torch.arange(play.num_envs, device=device), play.draw(n)
+    while count < num_rows:
+        order = (ego + torch.arange(n, device=device)[:, None]) % n
+        row = record_step(play.game, play.act())
+        row.update({name: row[name].gather(0, order) for name in BY_PLAYER})
+        steps.append({**row, "episode": episode})
+        count += play.num_envs
+        new = row["terminated"][0]
+        play.begin(new)
+        episode, ego = episode + new * play.num_envs, torch.where(new, play.draw(n), ego)
+    rows = {name: torch.stack([step[name] for step in steps], -1).flatten(-2) for name in steps[0]}
+    return {**pick(rows, slice(0, num_rows)), "height": board["height"], "width": board["width"]}
+
+
+def record_step(game, actions):
+    """Plays one joint move [B, N] and does not reset. -> the rows of it, players in order of their seats"""
+    before = game.state()
+    out = game.advance(actions)
+    return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
+            "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
+            "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+            "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
+
+
+def place_of(cell, next_cell, width, cells):
+    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [...]."""
+    down, right = next_cell // width - cell // width, next_cell % width - cell % width
+    place = torch.where((down.abs() <= 1) & (right.abs() <= 1), down * 3 + right + 4, GONE + 1)
+    return torch.where(next_cell == cells, GONE, place)
+
+
+def pick(rows, which):
+    """Some of the rows: a slice, or their numbers."""
+    return {name: part[..., which] if isinstance(part, torch.Tensor) else part for name, part in rows.items()}
+
+
+def rows_of(rows):
+    return len(rows["clock"])
+
+
+def views_of(rows, after=False):
+    """The ego's views [S, H, W, N+3] of rows, before the step or after it."""
+    cell, board = (rows["next_cell"], rows["next_board"]) if after else (rows["cell"], rows["board"])
+    return unpack(cell, board, rows["height"], rows["width"])
+
+
+def pack(view):
+    """Views [B, H, W, N+3] of zeros and ones, or rounded to such, as cell [N, B] and board [C+1, B]."""
+    on = view > 0.5
+    players = on[..., :-3].flatten(1, 2)  # [B, C, N]
+    cell = torch.where(players.any(1), players.int().argmax(1), players.shape[1])
+    return cell.T.contiguous(), legal_bytes(~on[..., -3], on[..., -2], on[..., -1])
+
+
+def unpack(cell, board, height, width):
+    """cell [N, B] and board [C+1, B] as views [B, H, W, N+3] of zeros and ones (uint8)."""
+    players = torch.zeros(len(cell), *board.shape, dtype=torch.uint8, device=board.device)
+    players.scatter_(1, cell[:, None], 1)
+    ground = torch.stack([board >> STAY & 1 ^ 1, board >> HUNT_STAG & 1, board >> HUNT_HARE])
+    return torch.cat([players, ground])[:, :-1].unflatten(1, (height, width)).permute(3, 1, 2, 0)
+
+
+def legal_bytes(free, stags, hares):
+    """Which actions are legal on each cell, from planes [B, H, W] of free cells and prey: board [C+1, B]."""
+    around = F.pad(free.to(torch.uint8), (1, 1, 1, 1))
+    board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+             | around[:, 1:-1, 2:] << 3 | STAY_BIT | stags * STAG_BIT | hares * HARE_BIT) * free
+    return F.pad(board.to(torch.uint8).flatten(1), (0, 1), value=STAY_BIT).T.contiguous()
+
+
+def plane_names(num_players):
+    others = [f"co_player_{number}" for number in range(1, num_players)]
+    return ["own", *others, "obstacles", "stags", "hares"]
+
+
+# In a file (--data, --save-data) the rows are the planes that a player sees. A .npz holds, for each row:
+#   observation, next_observation  uint8 [S, H, W, N+3]   players ego first, obstacles, stags, hares
+#   actions                        int   [S, N]           what all asked for, in the order of the planes
+#   step, steps_left               int   [S]              the clock before the step
+#   reward                         float [S] or [S, N]    one's own, or everybody's
+#   terminated                     bool  [S] or [S, N]    whether one's own game, or whose, ended in the step
+#   over                           bool  [S]              whether the episode did
+#   episode                        int   [S]              rows of one episode stand together, in order
+DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_observation", "reward", "terminated",
+             "over", "episode")
+
+
+def load_data(path, asked, device="cpu"):
+    """Reads rows from a .npz file; what does not fit is refused in one line, in the name of `asked`."""
+    if not os.path.isfile(path):
+        raise Refused(f"{asked}: there is no file {path}")
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            columns = {name: file[name] for name in file.files}
+    except Exception as error:
+        raise Refused(f"{asked}: {path} is no .npz file of arrays ({type(error).__name__})") from error
+    check_data(columns, asked)
+    height, width = columns["observation"].shape[1:3]
+    read = lambda name, kind: torch.from_numpy(columns[name].astype(kind)).to(device)
+    (cell, board), (next_cell, next_board) = (pack(read(name, np.uint8)) for name in
+                                              ("observation", "next_observation"))
+    rows = {"cell": cell, "board": board, "clock": read("step", np.int64),
+            "deadline": read("step", np.int64) + read("steps_left", np.int64),
+            "actions": read("actions", np.int64).T, "next_cell": next_cell, "next_board": next_board,
+            "place": place_of(cell, next_cell, width, height * width),
+            "reward": read("reward", np.float32).reshape(len(cell.T), -1).T,
+            "terminated": read("terminated", bool).reshape(len(cell.T), -1).T, "over": read("over", bool),
+            "episode": read("episode", np.int64), "height": height, "width": width}
+    if ((rows["place"] > GONE) & (cell < height * width)).any():
+        raise Refused(f"{asked}: players jump further than to a neighbouring cell")
+    return rows
+
+
+def check_data(columns, asked):
+    """Refuses arrays that are no rows; `asked` is the flag with its value."""
+    missing = [name for name in DATA_KEYS if name not in columns]
+    if missing:
+        raise Refused(f"{asked} lacks {', '.join(missing)}")
+    shape = columns["observation"].shape
+    if len(shape) != 4 or not shape[0] or not 1 <= shape[3] - 3 <= MOST_PLAYERS:
+        raise Refused(f"{asked}: observation is {shape}, not [rows, height, width, players + 3] with up to "
+                      f"{MOST_PLAYERS} players")
+    alone, each = shape[:1], (shape[0], shape[3] - 3)
+    allowed = {"observation": (shape,), "next_observation": (shape,), "actions": (each,),
+               "reward": (alone, each), "terminated": (alone, each)}
+    for name in DATA_KEYS:
+        column = columns[name]
+        if column.shape not in allowed.get(name, (alone,)) or column.dtype.kind not in "biuf":
+            raise Refused(f"{asked}: {name} is {column.dtype} {column.shape}, beside observation {shape}")
+        if not np.isfinite(column).all():
+            raise Refused(f"{asked}: {name} has a value that is no finite number")
+    if not np.isin(columns["actions"], range(NUM_ACTIONS)).all():
+        raise Refused(f"{asked}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
+    for name in ("observation", "next_observation"):
+        if not np.isin(columns[name], (0, 1)).all() or (columns[name][..., :-3].sum((1, 2)) > 1).any():
+            raise Refused(f"{asked}: {name} must be 0 or 1, with each player on one cell at most")
+
+
+def load_world_model(path, asked, device="cpu"):
+    """The model of a checkpoint of train_world_model.py, or of a run's folder. -> model, checkpoint"""
+    path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+    checkpoint = load_checkpoint(path, asked, device)
+    if "world_model" not in checkpoint:
+        raise Refused(f"{asked} holds no world model, it was written by {checkpoint['script']}")
+    weights = checkpoint["world_model"]
+    try:
+        model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
+        model.load_state_dict(weights)
+    except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+        reason = type(error).__name__
+        raise Refused(f"{asked}: its world model does not fit this script ({reason})") from error
+    return model.to(device), checkpoint
+
+
+# ================================================================================= world model
+
+MOST_PLAYERS = 8  # a token has three bits for the number of others
+OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
+GONE = len(OFFSETS)  # a player's next place is one of the nine, or none
+CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how far the clock is told apart
+
+
+def tokens(cell, board, actions):
+    """All that the model sees of each player in a joint move [N, B], as one number: [N, B].
+
+    Three bits for its own action, seven for the legal actions of its cell, and three for each action: how
+    many others on the cell ask for it. The number means nothing for players that have left.
+    """
+    asks = 1 << 10 + 3 * actions.int()
+    small = cell.to(torch.uint8) if len(board) <= 256 else cell  # long rows of bytes are fast
+    others = ((small[:, None] == small) * asks[:, None]).sum(0, dtype=torch.int32) - asks
+    return others + (board.gather(0, cell).int() << 3) + actions.int()
+
+
+def what_is_left(cell, board):
+    """Who is there [N, B]; and whether anybody, any stag and any hare is [3, B]."""
+    own = cell < len(board) - 1
+    return own, torch.stack([own.any(0), (board & STAG_BIT).amax(0) > 0, board.amax(0) >= HARE_BIT])
+
+
+def perceptron(inputs, hidden, outputs):
+    """Two hidden layers. At the beginning no input has any weight: what proves useless stays without."""
+    net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
+                        nn.Linear(hidden, outputs))
+    nn.init.zeros_(net[0].weight)
+    return net
+
+
+def neighbours(height, width, device):
+    """The cell at each offset from each cell, C beyond the border: [C+1, 9]. Cell C, nowhere, has none."""
+    cells = torch.arange(height * width, device=device)
+    down, right = torch.tensor(OFFSETS, device=device).T
+    row, column = cells[:, None] // width + down, cells[:, None] % width + right
+    inside = (row >= 0) & (row < height) & (column >= 0) & (column < width)
+    return F.pad(torch.where(inside, row * width + column, len(cells)), (0, 0, 0, 1), value=len(cells))
+
+
+def settle(reward, known):
+    """Rewards [...] as the nearest of those that training has shown (known [R], in order), where that is
+    within 4 % of the largest; others stay as they are."""
+    nearest = look_up(known, torch.bucketize(reward, (known[1:] + known[:-1]) / 2))
+    return torch.where((nearest - reward).abs() <= 0.04 * known.abs().max(), nearest, reward)
+
+
+def look_up(table, index):
+    """table[index] of a table of one dimension, the fastest way."""
+    return table.index_select(0, index.flatten()).view(index.shape)
+
+
+class WorldModel(nn.Module):
+    """What a joint move leads to, learned from play: one model for every board and every player.
+
+    Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
+    local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
+    what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
+    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
+    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
+    is learned, by three small networks:
+
+        local  token -> where the player goes; whether the stag and the hare of its cell stay
+        pay    token -> what the player earns, and what it gives to each player on another cell
+        end    who and what is left, the clock -> own game over, episode over
+    """
+
+    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
+        """rewards: those that training has shown; gives: whether those on other cells pay (`others_pay`)."""
+        super().__init__()
+        inputs = NUM_ACTIONS * (1 + 1 + MOST_PLAYERS - 1)
+        self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
+        self.pay = perceptron(inputs, hidden_size, 2)
+        self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
+        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
+        self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
+        self.register_buffer("gives", torch.tensor(gives))
+
+    def read(self, token):
+        """Tokens [K] -> logits of the next place [K, 10] and of stag and hare staying [K, 2]; what the player
+        earns and what it gives, in units of the largest reward [K, 2]."""
+        bit, token = torch.arange(NUM_ACTIONS, device=token.device), token[:, None]
+        others = token >> 10 + 3 * bit & 7  # [K, 7], as "at least 1, at least 2, ..."
+        others = others[..., None] > torch.arange(MOST_PLAYERS - 1, device=token.device)
+        x = torch.cat([token & 7 == bit, token >> 3 + bit & 1 > 0, others.flatten(1)], 1).float()
+        places, prey = self.local(x).split((GONE + 1, 2), 1)
+        return places, prey, self.pay(x)
+
+    def read_end(self, own, left, clock, steps_left):
+        """What is left after the move, own [N, B] and left [3, B], and the clock before it [B]
+        -> logits [N, B, 2]: own game over, episode over."""
+        level = torch.tensor(CLOCK_LEVELS, device=clock.device)
+        x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
+        return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
+
+    def earned(self, pay, cell, cells):
+        """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
+        other cells [N, B]."""
+        present, (own, gift) = cell < cells, pay.unbind(-1)
+        if self.gives:
+            own = own + (gift * ((cell != cell[:, None]) & present)).sum(1)
+        return own * present
+
+    def forward(self, view, actions, step, steps_left):
+        """What the ego sees next, from its view [B, H, W, N+3] and all players' actions [B, N], itself first.
+
+        -> dict of view [B, H, W, N+3], reward [B], terminated [B] (own game), over [B] (episode); all but the
+        reward are probabilities. The view is rounded first, and its legal moves are computed (`legal_bytes`).
+        """
+        height, width = view.shape[1:3]
+        cell, board = pack(view)
+        kinds, which = tokens(cell, board, actions.T).unique(return_inverse=True)
+        places, prey, pay = self.read(kinds)
+        reach = neighbours(height, width, view.device)[cell]  # [N, B, 9]
+        present = cell < height * width
+        chance = places.softmax(1)[which][..., :GONE] * present[..., None]
+        players = chance.new_zeros(*cell.shape, len(board)).scatter_add(2, reach, chance)  # [N, B, C+1]
+
+        # Prey is gone if anybody on its cell says so.
+        stays = prey.sigmoid()[which].permute(2, 0, 1)  # [stag or hare, N, B]
+        prey = torch.stack([board >> HUNT_STAG & 1, board >> HUNT_HARE & 1]).float()
+        prey = prey * torch.ones_like(prey).scatter_reduce(1, cell.expand_as(stays), stays, "amin")
+        ground = torch.cat([(board >> STAY & 1 ^ 1)[None], prey]).transpose(1, 2)  # [3, B, C+1]
+        planes = torch.cat([players, ground])[..., :-1].unflatten(2, (height, width)).permute(1, 2, 3, 0)
+
+        reward = settle(self.earned(pay[which], cell, height * width)[0] * self.scale, self.rewards)
+        end = self.read_end(*what_is_left(*pack(planes)), step, steps_left)[0].sigmoid()
+        return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1]}
+
+    @torch.no_grad()
+    def tabulate(self, height, width, num_players):
+        """The same model for one board, looked up instead of computed. -> WorldTables"""
+        return WorldTables(self, height, width, num_players)
+
+
+class WorldTables:
+    """A WorldModel's answers to every token that a board can hold: states in, states out, as a search asks.
+
+    A row is (multiset of the others' actions, prey and moves of the cell, own action); the last one is for
+    players that have left. A player goes where it is likeliest to go; prey is gone if anybody on its cell
+    says so.
+    """
+
+    def __init__(self, model, height, width, num_players):
+        if num_players > MOST_PLAYERS:
+            raise Refused(f"--num-players {num_players} is more than the {MOST_PLAYERS} of a world model")
+        device, n = model.rewards.device, num_players
+        self.cells, self.rewards = height * width, model.rewards
+        self.reach = F.pad(neighbours(height, width, device).T, (0, 0, 0, 1), value=self.cells).flatten()
+        token = self.tabulate_tokens(n, torch.arange(NUM_ACTIONS, device=device))
+        parts = [model.read(part) for part in token.split(1 << 15)]
+        places, prey, pay = (torch.cat(part) for part in zip(*parts))
+        absent = lambda table, value: F.pad(table, (0, 1), value=value)
+        self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
+        stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
+        self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
+        self.gives = bool(model.gives)
+        own, gift = (pay * model.scale).T.contiguous()
+        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
+
+        self.times = CLOCK_LEVELS[-1] + 1
+        number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left
+        left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
+        clock, steps_left = number // self.times % self.times, number % self.times
+        self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
+
+    def tabulate_tokens(self, n, actions):
+        """Tables that lead to the rows, and the token of each row: [rows]."""
+        sets = [members for others in range(n)
+                for members in itertools.combinations_with_replacement(range(NUM_ACTIONS), others)]
+        count = torch.tensor([[members.count(a) for a in range(NUM_ACTIONS)] for members in sets]).to(actions)
+        power = n**actions  # the powers of the others' actions add up to a number that tells the set
+        self.power = power.to(torch.int16 if n**NUM_ACTIONS < 2**15 else torch.int32)
+        ground = torch.arange(64, device=actions.device)  # moves, stag, hare
+        self.first = torch.zeros(n**NUM_ACTIONS, dtype=torch.int32, device=actions.device)
+        first = torch.arange(len(sets), dtype=torch.int32, device=actions.device) * (64 * NUM_ACTIONS)
+        self.first[(count * power).sum(1)] = first
+        legal = ground & 15 | STAY_BIT | ground >> 4 << HUNT_STAG
+        others = (count << 10 + 3 * actions).sum(1)
+        token = (others[:, None, None] + (legal << 3)[:, None] + actions).flatten()
+        self.absent = len(token)
+        return token
+
+    def step(self, state, actions):
+        """A joint move [N, B], ego first. -> the next state, the ego's reward [B], and where its own game or
+        the episode is over [B]"""
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        power = look_up(self.power, actions.int())
+        others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
+        ground = (legal & 15) + (legal >> HUNT_STAG << 4)
+        row = look_up(self.first, others.int()) + ground.int() * NUM_ACTIONS + actions.int()
+        row = torch.where(small < self.cells, row, self.absent)
+
+        reward = look_up(self.own, row[0])
+        if self.gives:
+            given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
+            reward = settle(reward + given * (small[0] < self.cells), self.rewards)
+        board = board.scatter_reduce(0, cell, legal & look_up(self.kept, row), "amin")
+        cell = look_up(self.reach, look_up(self.place, row) + cell)
+
+        own, left = what_is_left(cell, board)
+        number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
+        for time in (clock, state["deadline"] - clock):
+            number = number * self.times + time.clamp(0, self.times - 1)
+        over = look_up(self.over, number)
+        return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
+                "deadline": state["deadline"]}, reward, over
+
+
+# ======================================================================================== game
+
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 NUM_ACTIONS = len(ACTIONS)
 STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
+
 # What one may do on a cell is a set of actions, kept as a byte: bit a is set where action a is legal.
 STAY_BIT, STAG_BIT, HARE_BIT = 1 << STAY, 1 << HUNT_STAG, 1 << HUNT_HARE
 GEOGRAPHY_BITS = STAG_BIT - 1  # the four moves and staying: what is left of a cell without its prey
+STATE = ("cell", "board", "previous", "clock", "deadline")  # a position of the game, see BatchedStagHunt
 
 # Straight tromino, corner tromino, straight tetromino, L tetromino: (row, column) of each cell.
 BLOCK_SHAPES = (
@@ -129,204 +1131,171 @@ BLOCK_SHAPES = (
     ((0, 0), (0, 1), (0, 2), (0, 3)),
     ((0, 0), (1, 0), (2, 0), (2, 1)),
 )
+FAR = 1000  # a path of this many steps or more does not exist
 
 
-def turned_blocks():
-    """Every block shape in its four turns, corner at (0, 0): [shape * turn, 4 cells, (row, column)]."""
-    table = []
-    for shape in BLOCK_SHAPES:
-        for _ in range(4):
+def tabulate_blocks(height, width):
+    """The cells that an obstacle covers, by shape, turn and place: [16 C, C]; none where it sticks out."""
+    table = torch.zeros(len(BLOCK_SHAPES), 4, height * width, height, width, dtype=torch.bool)
+    for number, shape in enumerate(BLOCK_SHAPES):
+        for turn in range(4):
             shape = [(column, -row) for row, column in shape]
-            top, left = min(r for r, _ in shape), min(c for _, c in shape)
-            shape = [(r - top, c - left) for r, c in shape]
-            table.append(shape + shape[-1:] * (4 - len(shape)))  # a tromino names its last cell twice
-    return torch.tensor(table)
+            rows, columns = (torch.tensor(line) - min(line) for line in zip(*shape))
+            for place in range(height * width):
+                row, column = place // width + rows, place % width + columns
+                if row.max() < height and column.max() < width:
+                    table[number, turn, place, row, column] = True
+    return table.flatten(0, 2).flatten(1)
 
 
-def check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                stag_hunters, time_reward, strengths):
-    """Refuse a game that cannot be played, with one line that names the arguments and their values."""
-    largest = 1e30  # far inside the range of float32, so that no reward can overflow
-    for flag, value, least in (("--height", height, 1), ("--width", width, 1), ("--num-players", num_players, 1),
-                               ("--stags", stags, 0), ("--hares", hares, 0), ("--max-blocks", max_blocks, 0),
-                               ("--final-time", final_time, 1), ("--stag-hunters", stag_hunters, 1)):
-        if not hasattr(value, "__index__"):
-            raise Refused(f"{flag} {value!r} must be a whole number")
-        if value < least:
-            raise Refused(f"{flag} {value} must be at least {least}")
-    for flag, value, least in (("--stag-reward", stag_reward, 0), ("--hare-reward", hare_reward, 0),
-                               ("--time-reward", time_reward, -largest)):
-        if not hasattr(value, "__float__") or not least <= value <= largest:  # nan fails every comparison
-            raise Refused(f"{flag} {value!r} must be a finite number from {least:g} to {largest:g}")
-    if strengths is not None:
-        if not hasattr(strengths, "__len__") or len(strengths) != num_players:
-            raise Refused(f"--strengths {strengths!r} must be {num_players} numbers, one for each of "
-                             f"--num-players {num_players}")
-        for strength in strengths:
-            if not hasattr(strength, "__float__") or not 1 / largest <= strength <= largest:
-                raise Refused(f"--strengths {strengths!r} must be positive and finite numbers, "
-                                 f"but one of them is {strength!r}")
-    if stags + hares == 0:
-        raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
-    if stags > 0 and num_players < stag_hunters:
-        raise Refused(f"--num-players {num_players} can never catch a stag that needs --stag-hunters "
-                         f"{stag_hunters}: play with more players or with --stags 0")
-    cells, pieces = height * width - 4 * max_blocks, num_players + stags + hares
-    if cells < pieces:
-        raise Refused(f"--height {height} x --width {width} minus 4 cells for each of --max-blocks {max_blocks} "
-                         f"leaves {cells} cells for {pieces} pieces ({num_players} players, {stags} stags, "
-                         f"{hares} hares)")
+def path_lengths(free, targets, height, width):
+    """Steps from each cell to the nearest target around the obstacles, or FAR: all are [C, B]."""
+    free = free.view(height, width, -1)
+    length = torch.where(targets.view_as(free), 0, FAR).to(torch.int16)
+    while True:
+        near = F.pad(length, (0, 0, 1, 1, 1, 1), value=FAR)
+        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
+                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
+        shorter = torch.where(free, torch.minimum(length, near + 1), FAR)
+        if torch.equal(shorter, length):
+            return length.flatten(0, 1)
+        length = shorter
 
 
-class BatchedStagHunt:
-    """Many stag hunts at once, each tensor running over (environment, player).
+class BatchedStagHunt(Saved):
+    """Many stag hunts at once, played by the rules of `envs/stag_hunt.py`.
 
-    The rules are those of `envs/stag_hunt.py`: hunts are settled where the players stood, then all move;
-    a caught prey and its hunters leave at once; an illegal action is played, and recorded, as stay.
+    Hunts are settled where the players stood, then all move. A caught prey and its hunters leave at once. An
+    illegal action is played, and recorded, as stay. Where the games stand (STATE):
 
-    Inside, the environment is the last dimension, so that every operation runs over long rows; what is
-    handed out is turned round to [environment, player, ...] as a view.
+        cell      [N, B]    where each player stands; C once it has left
+        board     [C+1, B]  the legal actions on each cell, as bits: none on an obstacle, hunting where there
+                            is prey. The last row is for those that have left, who may only stay
+        previous  [N, B]    the last action as it was played
+        clock     [B]       steps played
+        deadline  [B]       the step at which the clock ends the episode
 
-        cell      [N, B]      where each player stands; H*W once it has left
-        board     [H*W+1, B]  the actions that are legal on each cell, as bits; 0 on an obstacle. The prey
-                              is told by its hunting bit, and the last row, for those that left, is "stay"
-        previous  [N, B]      the last action as it was played
-        clock     [B]         steps played
-        deadline  [B]         the step at which the clock ends the episode
+    These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
+    operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
 
-    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0, final_time=35,
-                 stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0, strengths=None,
-                 prosocial=False, dynamic_final_time=False, device="cpu", seed=0, dtype=torch.uint8):
-        check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                    stag_hunters, time_reward, strengths)
-        if num_envs < 1:
-            raise Refused(f"--num-envs {num_envs} must be at least 1")
-        if num_players > 16:
-            raise Refused(f"--num-players {num_players} is more than the 16 that the batched game can hold")
-        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
-        self.cells, self.stags, self.hares, self.max_blocks = height * width, stags, hares, max_blocks
-        self.final_time, self.prosocial, self.dynamic_final_time = final_time, prosocial, dynamic_final_time
-        self.device, self.dtype = torch.device(device), dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
-        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=self.device)
-        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=self.device)
-        # 420 numbers can be shared out evenly among 1, 2, ... 7 legal actions: [bits * 420 + number] -> action.
-        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
-        self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
-                                   device=self.device)
-        self.blocks = turned_blocks().to(self.device)
-        self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
+    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
+                 final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
+                 strengths=None, prosocial=False, dynamic_final_time=False, device="cpu", seed=0,
+                 dtype=torch.uint8):
+        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
+        self.stags, self.hares, self.max_blocks, self.final_time = stags, hares, max_blocks, final_time
+        self.stag_reward, self.hare_reward, self.stag_hunters = stag_reward, hare_reward, stag_hunters
+        self.time_reward, self.strengths, self.prosocial = time_reward, strengths, prosocial
+        self.dynamic_final_time, self.device, self.dtype = dynamic_final_time, torch.device(device), dtype
+        self.check()
+        self.cells = height * width
+        self.generator = seeded(seed, "game", device)
+        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=device)
+        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=device)
+        self.blocks = tabulate_blocks(height, width).to(device) if max_blocks else None
+        self.tabulate_catches()
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
-        self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
-        self.board = torch.empty(self.cells + 1, num_envs, dtype=torch.uint8, device=self.device)
-        self.previous = torch.empty(num_players, num_envs, dtype=torch.uint8, device=self.device)
-        self.clock = torch.empty(num_envs, dtype=torch.int64, device=self.device)
-        self.deadline = torch.empty(num_envs, dtype=torch.int64, device=self.device)
+        self.cell = torch.zeros(num_players, num_envs, dtype=torch.int64, device=device)
+        self.board = torch.zeros(self.cells + 1, num_envs, dtype=torch.uint8, device=device)
+        self.previous = torch.zeros(num_players, num_envs, dtype=torch.uint8, device=device)
+        self.clock, self.deadline = self.cell[0], self.cell[0]
         self.reset()
 
-    def _tabulate_catches(self, stag_reward, hare_reward, stag_hunters, time_reward, strengths):
+    def check(self):
+        """Refuses a game that cannot be played."""
+        largest, n = 1e30, self.num_players  # far inside the range of float32, so that no reward can overflow
+        check_ranges(self, (
+            (1, math.inf, ("num_envs", "height", "width", "final_time", "stag_hunters")),
+            (1, 16, ("num_players",)), (0, math.inf, ("stags", "hares", "max_blocks")),
+            (0, largest, ("stag_reward", "hare_reward")), (-largest, largest, ("time_reward",)),
+        ))
+        strengths = [1] * n if self.strengths is None else self.strengths
+        if len(strengths) != n or not all(1 / largest <= strength <= largest for strength in strengths):
+            raise Refused(f"--strengths {strengths} must be {n} positive and finite numbers, one a player")
+        if self.stags + self.hares == 0:
+            raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
+        if self.stags and n < self.stag_hunters:
+            raise Refused(f"--num-players {n} can never catch a stag that needs --stag-hunters "
+                          f"{self.stag_hunters}: play with more players or with --stags 0")
+        cells, pieces = self.height * self.width - 4 * self.max_blocks, n + self.stags + self.hares
+        if cells < pieces:
+            raise Refused(f"--height {self.height} x --width {self.width} minus 4 cells for each of "
+                          f"--max-blocks {self.max_blocks} leaves {cells} cells for {pieces} pieces")
+
+    def tabulate_catches(self):
         """Tables of what each set of hunters on a cell catches and earns.
 
-        A set of players is a number with a bit for each. Sums are taken in double precision over values
-        rounded to single, which is exact, so the order of the players cannot show even in the last bit.
+        A set of players is a number with a bit for each. Sums are in double precision, over values rounded to
+        single: so they are exact, and the order of the players cannot show even in the last bit.
         """
-        n = self.num_players
-        strength = torch.tensor([1.0] * n if strengths is None else list(strengths), dtype=torch.float32).double()
-        sets = torch.arange(1 << n)
-        member = (sets >> torch.arange(n)[:, None] & 1).double()  # [player, set]
+        n, players = self.num_players, torch.arange(self.num_players)
+        strength = torch.tensor(self.strengths or [1.0] * n).float().double()[:, None]
+        member = (torch.arange(1 << n) >> players[:, None] & 1).double()  # [player, set]
         count = member.sum(0)
-        stag = member * stag_reward * strength[:, None] / (member * strength[:, None]).sum(0).clamp(min=1e-300)
-        stag = torch.where(count >= stag_hunters, stag, 0.0)
-        hare = member * hare_reward / count.clamp(min=1)
-        share = torch.stack([stag, hare], 1).float().double() + time_reward  # [player, prey, set]
-        caught = torch.stack([count >= stag_hunters, count >= 1])  # [prey, set]
-        code = torch.uint8 if n <= 8 else torch.int32
-        self.member_bit = (1 << torch.arange(n)).to(code).to(self.device)[:, None]
+        stag = self.stag_reward * member * strength / (member * strength).sum(0).clamp(min=1e-300)
+        stag = torch.where(count >= self.stag_hunters, stag, 0.0)
+        hare = self.hare_reward * member / count.clamp(min=1)
+        share = torch.stack([stag, hare], 1).float().double() + self.time_reward  # [player, prey, set]
         self.share = share.float().flatten().to(self.device)
-        self.share_offset = (torch.arange(n, dtype=torch.int32) << (n + 1))[:, None].to(self.device)
-        self.caught = caught.flatten().to(self.device)
+        self.caught = torch.cat([count >= self.stag_hunters, count >= 1]).to(self.device)  # [prey and set]
+        code = torch.uint8 if n <= 8 else torch.int32
+        self.member_bit = (1 << players).to(code).to(self.device)[:, None]
+        self.share_offset = (players << (n + 1)).int().to(self.device)[:, None]
 
     # ------------------------------------------------------------------------ drawing new boards
 
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, C]. A piece that would overlap or stick out is left out."""
+        free = torch.ones(n, self.cells, dtype=torch.bool, device=self.device)
+        cut = torch.arange(n if self.max_blocks else 0, device=self.device)
+        while len(cut):  # free cells must hang together: a draw that cuts the board is thrown away whole
+            new = torch.ones(len(cut), self.cells, dtype=torch.bool, device=self.device)
+            for _ in range(self.max_blocks):
+                piece = self.blocks[torch.randint(len(self.blocks), (len(cut),), generator=self.generator,
+                                                  device=self.device)]
+                new &= ~(piece & (new | ~piece).all(1, keepdim=True))
+            free[cut] = new
+            somewhere = F.one_hot(new.int().argmax(1), self.cells)
+            length = path_lengths(new.T, somewhere.T > 0, self.height, self.width)
+            cut = cut[((length >= FAR) & new.T).any(0)]
+        return free
+
     def draw_boards(self, n):
-        """Draws n starts: prey and players on distinct free cells, uniformly. -> cell [N, n], board [H*W+1, n]"""
+        """Draws n starts, prey and players on distinct free cells, uniformly: cell [N, n], board [C+1, n]."""
         free = self.draw_free(n)
         pieces = self.num_players + self.stags + self.hares
-        keys = torch.rand(n, self.cells, generator=self.generator, device=self.device)
-        spot = keys.masked_fill_(~free.flatten(1), -1.0).topk(pieces, -1).indices  # [n, piece]
-        padded = torch.nn.functional.pad(free, (1, 1, 1, 1))
-        board = torch.full((n, self.height, self.width), STAY_BIT, dtype=torch.uint8, device=self.device)
-        board |= padded[:, :-2, 1:-1].to(torch.uint8) << 0
-        board |= padded[:, 2:, 1:-1].to(torch.uint8) << 1
-        board |= padded[:, 1:-1, :-2].to(torch.uint8) << 2
-        board |= padded[:, 1:-1, 2:].to(torch.uint8) << 3
-        board = (board * free).flatten(1)
-        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares, dtype=torch.uint8, device=self.device)
+        number = torch.rand(n, self.cells, generator=self.generator, device=self.device)
+        spot = number.masked_fill(~free, -1.0).topk(pieces, -1).indices  # [n, piece]
+        around = F.pad(free.view(n, self.height, self.width).to(torch.uint8), (1, 1, 1, 1))
+        board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+                 | around[:, 1:-1, 2:] << 3 | STAY_BIT).flatten(1) * free
+        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares).to(board)
         board.scatter_add_(1, spot[:, self.num_players:], prey.expand(n, -1))
-        board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
+        board = F.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def place_blocks(self, free):
-        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
-        n = len(free)
-        for _ in range(self.max_blocks):
-            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
-            place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
-            column = place % self.width + self.blocks[shape, :, 1]
-            inside = (row < self.height) & (column < self.width)
-            spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            empty = free.flatten(1).gather(1, spot)
-            fits = (inside & empty).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
-        return free
-
-    def cut_boards(self, free):
-        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
-        reached = torch.zeros_like(free).flatten(1)
-        reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
-        reached = reached.view_as(free)
-        while True:  # flood from the first free cell
-            wider = reached.clone()
-            wider[:, 1:] |= reached[:, :-1]
-            wider[:, :-1] |= reached[:, 1:]
-            wider[:, :, 1:] |= reached[:, :, :-1]
-            wider[:, :, :-1] |= reached[:, :, 1:]
-            wider &= free
-            if torch.equal(wider, reached):
-                return (reached != free).flatten(1).any(1)
-            reached = wider
-
-    def draw_free(self, n):
-        """Draws the free cells of n boards: [n, H, W]."""
-        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
-        if not self.max_blocks:
-            return free
-        cut = self.cut_boards(free).nonzero()[:, 0]
-        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
-            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
-            free[cut] = self.place_blocks(again)
-            cut = cut[self.cut_boards(free[cut])]
-        return free
-
     def reset(self, which=None):
-        """Starts new episodes where `which` [B] says so (everywhere by default) and returns the observation."""
+        """Starts new episodes where `which` [B] says so, everywhere by default."""
         which = torch.arange(self.num_envs, device=self.device) if which is None else which.nonzero()[:, 0]
-        start, n = self.pool_next, len(which)
-        if start + n > self.pool_size:  # boards are drawn in bulk and each is used once
+        if self.pool_next + len(which) > self.pool_size:  # boards are drawn in bulk and each is used once
             self.pool_cell, self.pool_board = self.draw_boards(self.pool_size)
-            start = 0
-        self.pool_next = start + n
-        self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
-        self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
+            self.pool_next = 0
+        pool = slice(self.pool_next, self.pool_next + len(which))
+        self.pool_next = pool.stop
+        self.cell = self.cell.index_copy(1, which, self.pool_cell[:, pool])
+        self.board = self.board.index_copy(1, which, self.pool_board[:, pool])
         self.previous = self.previous.index_fill(1, which, STAY)
         self.clock = self.clock.index_fill(0, which, 0)
         self.deadline = self.deadline.index_fill(0, which, self.final_time)
-        return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
+
+    def state(self):
+        """Where the games stand: the tensors of STATE as they are."""
+        return {name: getattr(self, name) for name in STATE}
 
     def legal_bits(self):
         """The legal actions of each player as bits: [N, B]."""
@@ -335,27 +1304,28 @@ class BatchedStagHunt:
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward [B, N], action as played [B, N], present when the step began [B, N], left in this
-        step [B, N], still here after it [B, N], terminated [B] and truncated [B] (the episode).
+        -> dict of reward, action as played, present when the step began, left in this step, here after it,
+        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
+        terminated, truncated, over (the episode): each [B].
         """
         bits = self.legal_bits()
-        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)  # [N, B]
-        action = torch.where((bits >> action & 1).bool(), action, STAY)
+        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
+        action = torch.where((bits >> action & 1).bool(), action, STAY)  # [N, B]
         present = self.cell < self.cells
 
-        # Hunts, settled where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
+        # Hunts, where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
         hunting = action >= HUNT_STAG
-        # Up to 256 cells fit a byte, with room for "has left"; long rows of bytes are what is fast here.
-        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)  # long rows of bytes are fast
         together = cell[:, None] == cell  # [j, i, B]
-        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=self.member_bit.dtype)  # a set, [i, B]
-        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()
+        code = self.member_bit.dtype
+        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=code)  # a set, [i, B]
+        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()  # prey and set [N, B]
         caught = self.caught.index_select(0, case.view(-1)).view_as(case)  # the prey on my cell, by whomever
         reward = self.share.index_select(0, (case + self.share_offset).view(-1)).view_as(case) * present
         if self.prosocial:
             reward = (reward.double().sum(0) / self.num_players).float() * present
         left = caught & hunting
-        self.board.scatter_(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
+        self.board = self.board.scatter(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
 
         step = self.moves.index_select(0, action.view(-1).int()).view_as(self.cell)
         self.cell = torch.where(left, self.cells, self.cell + step)
@@ -366,69 +1336,10 @@ class BatchedStagHunt:
             self.deadline = torch.minimum(self.deadline, after_catch)
         here = self.cell < self.cells
         terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        truncated = (self.clock >= self.deadline) & ~terminated
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
-                "here": here.T, "terminated": terminated, "truncated": truncated}
-
-    def step(self, actions):
-        """Plays one joint move [B, N] and begins new episodes where one ended.
-
-        -> observation, reward [B, N], terminated [B, N], truncated [B, N], info. Where the episode ended, the
-        observation is the first of the next one. A player's game is terminated in the step in which it
-        leaves or the episode terminates; once it has left, all is 0 for it until the next episode.
-        """
-        out = self.advance(actions)
-        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
-        truncated = out["truncated"][:, None] & out["here"]
-        out["over"] = out["terminated"] | out["truncated"]
-        return self.reset(out["over"]), out["reward"], terminated, truncated, out
-
-    def observe(self):
-        """What each player sees, itself first: the dict of the PettingZoo game with [B, N] in front."""
-        n, cells, b = self.num_players, self.cells, self.num_envs
-        # Player boards 0, 1, ... N-1, 0, 1, ... N-2: any N of them in a row are one player's, itself first.
-        boards = torch.zeros(2 * n - 1, cells + 1, b, dtype=self.dtype, device=self.device)
-        boards[:n].scatter_(1, self.cell[:, None], 1)
-        boards[n:] = boards[:n - 1]
-        planes = torch.empty(n, n + 3, cells, b, dtype=self.dtype, device=self.device)
-        planes[:, :n] = boards[:, :cells].unfold(0, n, 1).permute(0, 3, 1, 2)
-        ground = self.board[:cells]
-        planes[:, n] = ground >> STAY & 1 ^ 1
-        planes[:, n + 1] = ground >> HUNT_STAG & 1
-        planes[:, n + 2] = ground >> HUNT_HARE
-        mask = (self.legal_bits()[:, None] >> self.action_bits[:, None]) & 1  # [N, 7, B]
-        previous = torch.cat([self.previous, self.previous[:-1]]).unfold(0, n, 1)  # [N, B, N]
-        return {
-            "observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
-            "action_mask": mask.view(torch.bool).permute(2, 0, 1),
-            "actions": previous.transpose(0, 1),
-            "step": self.clock,
-            "steps_left": self.deadline - self.clock,
-        }
-
-    def random_actions(self):
-        """Uniformly drawn legal actions [B, N]."""
-        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32, device=self.device)
-        index = self.legal_bits().int() * 420 + number
-        return self.choice.index_select(0, index.view(-1)).view_as(index).T
-
-    # -------------------------------------------------------------------------------------- state
-
-    def get_state(self):
-        """All that the future depends on, as a dict of copies; the environment first in each tensor."""
-        return {"cell": self.cell.T.clone(), "board": self.board.T.clone(), "previous": self.previous.T.clone(),
-                "clock": self.clock.clone(), "deadline": self.deadline.clone(),
-                "pool": (self.pool_cell.clone(), self.pool_board.clone(), self.pool_next),
-                "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
-        for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
-        self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
-        if "pool" in state:
-            self.pool_cell, self.pool_board, self.pool_next = state["pool"]
-            self.generator.set_state(state["generator"])
+        over = terminated | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
+                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
+                "over": over}
 
 
 # ===================================================================================== players
@@ -449,28 +1360,12 @@ RULES = {
 }
 
 
-def path_lengths(board, targets, height, width):
-    """Steps from each cell to the nearest target around the obstacles: [H*W, B]; 1000 and more where there is none."""
-    far = 1000
-    free = (board[:height * width] != 0).view(height, width, -1)
-    length = torch.where(targets.view_as(free), 0, far).to(torch.int16)
-    while True:
-        near = torch.nn.functional.pad(length, (0, 0, 1, 1, 1, 1), value=far)
-        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
-                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
-        shorter = torch.where(free, torch.minimum(length, near + 1), far)
-        if torch.equal(shorter, length):
-            return length.flatten(0, 1)
-        length = shorter
-
-
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities of a player that seeks the nearest prey of one kind, in every seat: [7, N, B]."""
-    here = game.board[:game.cells]
+    """The action probabilities in each seat, [7, N, B], of a player that seeks the nearest prey of a kind."""
+    here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
-    length = path_lengths(game.board, targets, game.height, game.width)
-    length = torch.nn.functional.pad(length, (0, 0, 0, 1), value=0)  # those that have left
-    bits = game.legal_bits()
+    length = path_lengths(here != 0, targets, game.height, game.width)
+    length = F.pad(length, (0, 0, 0, 1), value=0)  # those that have left
     beyond = (game.cell + game.moves[:4, None, None]).clamp(0, game.cells)  # [4, N, B]
     shorter = length.gather(0, beyond.flatten(0, 1)).view_as(beyond) < length.gather(0, game.cell)
     legal = bits >> game.action_bits[:, None, None] & 1  # [7, N, B]
@@ -493,7 +1388,8 @@ def rule_probabilities(game, rule, second_half):
     stag_left = (game.board & STAG_BIT).amax(0) != 0
     seeks_stag = (game.clock < until) ^ (swaps.bool() & second_half)
     seeks_stag &= stag_left | ~falls_back.bool()
-    goal = torch.where(seeks_stag, seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT))
+    to_stag, to_hare = seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT)
+    goal = torch.where(seeks_stag, to_stag, to_hare)
     legal = (game.legal_bits() >> game.action_bits[:, None, None] & 1).float()
     return ((1 - noise) * goal + noise * (legal / legal.sum(0))).permute(2, 1, 0)
 
@@ -505,1005 +1401,73 @@ def sample_actions(probabilities, generator):
     return (total <= number * total[..., -1:]).sum(-1)
 
 
-# ====================================================================================== data
-
-# The data are rows, one for each step of one player's own game. In memory a view is two small tensors, ego first:
-#   cell   [S, N]  where each player stands, H*W once it has left
-#   ground [S, C]  what is on each of the C = H*W cells, as bits: 1 obstacle, 2 stag, 4 hare
-# In a file (--data, --save-data) it is the planes that a player sees. A .npz holds, for each row:
-#   observation, next_observation  uint8 [S, H, W, N+3]   players ego first, obstacles, stags, hares
-#   actions                        int   [S, N]           what all players asked for, in the order of the planes
-#   step, steps_left               int   [S]              the clock before the step
-#   reward                         float [S]              one's own
-#   terminated, over               bool  [S]              whether one's own game, and the episode, ended in the step
-#   episode                        int   [S]              rows of one episode stand together, in order
-DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_observation", "reward", "terminated", "over",
-             "episode")
-
-
-def ground_bits(game):
-    """What is on each cell of a game, as bits: [B, C]."""
-    board = game.board[:game.cells]
-    return ((board == 0).to(torch.uint8) | (board & STAG_BIT) >> 4 | (board & HARE_BIT) >> 4).T
-
-
-def collect(board, num_rows, seed, device="cpu", gathered=0.0):
-    """Plays mixed games on a board until one player's view in each gave num_rows rows. -> dict of [S, ...]
-
-    Each episode draws for every seat a rule-based player, for the game a share of uniform actions, legal or not
-    (0, 0.1, 0.5 or 1), and whether its players hesitate: they then hunt only in one step of five, all in the same,
-    so that prey is caught by many hands at once; half of the games have one rule in all seats, so that crowds form.
-    Half of the episodes begin with an earlier deadline. Those that have left go on asking for random actions, which
-    mean nothing. A share of the episodes, `gathered`, begins with most players on one cell, mostly that of a prey,
-    half of the other prey gone, and a few steps before the deadline: crowds are rare in play, and every mixture of their
-    actions is to be met.
-    """
-    num_envs = max(1, min(512, num_rows // 50))
-    game = BatchedStagHunt(num_envs, device=device, seed=seed, **board)
-    generator = torch.Generator(device).manual_seed(seed)
-    n, cells, everybody = game.num_players, game.cells, torch.ones(num_envs, dtype=torch.bool, device=device)
-    rules = torch.tensor([*RULES.values()][:6] + [(game.final_time // 2, True, 0.0, False)], device=device)
-    shares = torch.tensor([0.0, 0.1, 0.5, 1.0], device=device)
-    draw = lambda most, *shape: torch.randint(most, (num_envs, *shape), generator=generator, device=device)
-    rule = torch.zeros(num_envs, n, 4, device=device)
-    ego, share, hesitates, episode = draw(1), shares[draw(1)], draw(1) > 0, draw(1)
-    columns, rows, new, num_episodes = [], 0, everybody, 0
-    while rows < num_rows:
-        kind = draw(len(rules), n)
-        kind = torch.where((draw(2) > 0)[:, None], kind, kind[:, :1])
-        rule = torch.where(new[:, None, None], rules[kind], rule)
-        ego, share = torch.where(new, draw(n), ego), torch.where(new, shares[draw(4)], share)
-        hesitates = torch.where(new, draw(2) > 0, hesitates)
-        deadline = torch.where(draw(2) > 0, 1 + draw(game.final_time), game.final_time)
-        gathers = new & (torch.rand(num_envs, generator=generator, device=device) < gathered)
-        if gathered:
-            fits = (game.board[:cells] >= STAG_BIT) | (game.board[:cells] > 0) & (draw(4) == 0)
-            spot = (fits * torch.rand(cells, num_envs, generator=generator, device=device)).argmax(0)
-            joins = gathers & (draw(6, n).T > 0)
-            game.cell = torch.where(joins, spot, game.cell)
-            thinned = gathers & (torch.rand(game.board.shape, generator=generator, device=device) < 0.5)
-            thinned[:cells] &= torch.arange(cells, device=device)[:, None] != spot
-            game.board = torch.where(thinned, game.board & GEOGRAPHY_BITS, game.board)
-            deadline = torch.where(gathers, 1 + draw(3), deadline)
-        game.deadline = torch.where(new, deadline, game.deadline)
-        episode = torch.where(new, num_episodes + new.cumsum(0), episode)
-        num_episodes += num_envs
-
-        actions = sample_actions(rule_probabilities(game, rule, ~everybody), generator)
-        waits = (hesitates & (draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
-        actions = torch.where(waits, STAY, actions)
-        uniform = torch.rand(num_envs, n, generator=generator, device=device) < share[:, None]
-        uniform |= game.cell.T == cells
-        actions = torch.where(uniform, draw(NUM_ACTIONS, n), actions)
-
-        order = (ego[:, None] + torch.arange(n, device=device)) % n  # ego first, as in the view
-        row = {"cell": game.cell.T.gather(1, order), "ground": ground_bits(game), "actions": actions.gather(1, order),
-               "step": game.clock, "steps_left": game.deadline - game.clock, "episode": episode}
-        out = game.advance(actions)
-        over = out["terminated"] | out["truncated"]
-        own = over | out["left"].gather(1, ego[:, None])[:, 0]
-        row |= {"next_cell": game.cell.T.gather(1, order), "next_ground": ground_bits(game),
-                "reward": out["reward"].gather(1, ego[:, None])[:, 0], "terminated": own, "over": over}
-        columns.append({key: value.clone() for key, value in row.items()})
-        rows += num_envs
-        new = own
-        game.reset(new)
-    data = {key: torch.stack([row[key] for row in columns], 1).flatten(0, 1)[:num_rows] for key in columns[0]}
-    small = {"cell": torch.int16, "next_cell": torch.int16, "actions": torch.uint8}
-    data = {key: value.to(small.get(key, value.dtype)) for key, value in data.items()}
-    return data | {"height": board["height"], "width": board["width"]}
-
-
-def pack(view):
-    """A view [B, H, W, N+3], hard or soft, as cells [B, N] (int64) and ground bits [B, C]; soft ones are rounded."""
-    planes = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
-    players, ground = planes[:, :-3], planes[:, -3:] > 0.5
-    most, cell = players.max(2)
-    cell = torch.where(most > 0.5, cell, players.shape[2])
-    return cell, ground[:, 0].to(torch.uint8) | ground[:, 1].to(torch.uint8) << 1 | ground[:, 2].to(torch.uint8) << 2
-
-
-def unpack(cell, ground, height, width):
-    """Cells [B, N] and ground bits [B, C] as a view [B, H, W, N+3] of zeros and ones (uint8)."""
-    batch, n = cell.shape
-    players = torch.zeros(batch, n, height * width + 1, dtype=torch.uint8, device=cell.device)
-    players.scatter_(2, cell.long()[..., None], 1)
-    ground = torch.stack([ground >> bit & 1 for bit in range(3)], 1).to(torch.uint8)
-    return torch.cat([players[..., :-1], ground], 1).unflatten(2, (height, width)).permute(0, 2, 3, 1)
-
-
-def legal_actions(view):
-    """The action mask [B, 7] that follows from a view [B, H, W, N+3], seen or predicted, as the game defines it."""
-    height, width = view.shape[1:3]
-    cell, ground = pack(view)
-    cell = cell[:, 0]
-    row, column = cell // width, cell % width
-    mask = torch.zeros(len(view), NUM_ACTIONS, dtype=torch.bool, device=view.device)
-    padded = F.pad(ground, (0, 1))
-    for action, (down, right) in enumerate(((-1, 0), (1, 0), (0, -1), (0, 1))):
-        inside = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
-        beyond = torch.where(inside, cell + down * width + right, height * width)
-        mask[:, action] = inside & (padded.gather(1, beyond[:, None])[:, 0] & 1 == 0)
-    here = padded.gather(1, cell[:, None])[:, 0]
-    mask[:, HUNT_STAG], mask[:, HUNT_HARE] = here & 2 != 0, here & 4 != 0
-    mask &= (cell < height * width)[:, None]
-    mask[:, STAY] = True
-    return mask
-
-
-def load_data(path, flag, device="cpu"):
-    """Reads rows from a .npz file; what is none, or does not fit together, is refused in one line."""
-    if not os.path.isfile(path):
-        raise Refused(f"{flag} {path}: there is no such file")
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            columns = {key: file[key] for key in file.files}
-    except Exception as error:
-        raise Refused(f"{flag} {path} is no .npz file of arrays ({type(error).__name__})") from error
-    missing = [key for key in DATA_KEYS if key not in columns]
-    if missing:
-        raise Refused(f"{flag} {path} lacks {', '.join(missing)}")
-    shape = columns["observation"].shape
-    if len(shape) != 4 or shape[3] < 4 or not shape[0]:
-        raise Refused(f"{flag} {path}: observation is {shape}, not [rows, height, width, players + 3]")
-    rows, height, width, planes = shape
-    for key in DATA_KEYS:
-        want = shape if "observation" in key else (rows, planes - 3) if key == "actions" else (rows,)
-        if columns[key].shape != want or columns[key].dtype.kind not in "biuf":
-            raise Refused(f"{flag} {path}: {key} is {columns[key].dtype} {columns[key].shape}, not numbers {want}")
-        if not np.isfinite(columns[key]).all():
-            raise Refused(f"{flag} {path}: {key} has a value that is no finite number")
-    actions = columns["actions"]
-    if actions.min() < 0 or actions.max() >= NUM_ACTIONS or (actions != actions.astype(np.int64)).any():
-        raise Refused(f"{flag} {path}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
-    data = {"height": height, "width": width}
-    for prefix in ("", "next_"):
-        view = columns[prefix + "observation"]
-        if ((view != 0) & (view != 1)).any() or (view[..., :-3].sum((1, 2)) > 1).any():
-            raise Refused(f"{flag} {path}: {prefix}observation must be 0 or 1, with each player on one cell at most")
-        cell, data[prefix + "ground"] = pack(torch.from_numpy(view.astype(np.uint8)).to(device))
-        data[prefix + "cell"] = cell.to(torch.int16)
-    kinds = {"actions": torch.uint8, "reward": torch.float32, "terminated": torch.bool, "over": torch.bool}
-    for key in ("actions", "step", "steps_left", "reward", "terminated", "over", "episode"):
-        data[key] = torch.from_numpy(columns[key].astype(np.float64)).to(device).to(kinds.get(key, torch.int64))
-    return data
-
-
-def pick_rows(data, rows):
-    """Some rows of the data, ready for the model. -> dict of [B, ...]"""
-    batch = {key: value[rows] if isinstance(value, torch.Tensor) else value for key, value in data.items()}
-    for key in ("cell", "next_cell", "actions"):
-        batch[key] = batch[key].long()
-    return batch
-
-
-def rows_of(data):
-    return len(data["reward"])
-
-
-# =============================================================================== world model
-
-OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
-NUM_OFFSETS = len(OFFSETS)
-GONE = NUM_OFFSETS  # a player's next place is one of the nine, or none
-OUTSIDE = 8  # the kind of a cell beyond the border; 0 to 7 are the ground bits
-COUNT_LEVELS = 6  # how far players and prey are told apart by number: 6 is "6 or more"
-CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # the same for the clock
-TABLE_PLAYERS = 8  # the tables of the fast path grow with the number of players; this is as far as they go
-
-
-def levels(count, most=COUNT_LEVELS):
-    """A number as `most` features, at least 1, at least 2, ...: [..., K] -> [..., K * most]; soft for a soft number."""
-    return (count[..., None] - torch.arange(most, device=count.device)).clamp(0, 1).flatten(-2)
-
-
-def clock_levels(step, steps_left):
-    """The clock as features [B, 2 * len(CLOCK_LEVELS)]."""
-    level = torch.tensor(CLOCK_LEVELS, device=step.device)
-    return torch.cat([step[:, None] >= level, steps_left[:, None] >= level], 1).float()
-
-
-def perceptron(inputs, hidden, outputs, counted=0):
-    """Two hidden layers. The last `counted` inputs begin without weight: a number never met changes nothing."""
-    net = nn.Sequential(nn.Linear(inputs, hidden), nn.ReLU(), nn.Linear(hidden, hidden), nn.ReLU(),
-                        nn.Linear(hidden, outputs))
-    with torch.no_grad():
-        net[0].weight[:, inputs - counted:] = 0
-    return net
-
-
-def neighbours(height, width, device):
-    """The number of the cell at each offset from each cell: [C+1, 9]; C is beyond the border and nowhere."""
-    cells = height * width
-    row, column = torch.arange(cells, device=device) // width, torch.arange(cells, device=device) % width
-    table = torch.full((cells + 1, NUM_OFFSETS), cells, device=device)
-    for number, (down, right) in enumerate(OFFSETS):
-        inside = (row + down >= 0) & (row + down < height) & (column + right >= 0) & (column + right < width)
-        table[:cells, number] = torch.where(inside, torch.arange(cells, device=device) + down * width + right, cells)
-    return table
-
-
-def settle(reward, known):
-    """Takes a predicted reward as the nearest one that training has shown (known, in order), where that lies within
-    2 % of the largest; others stay as they are. Gradients pass."""
-    above = torch.bucketize(reward.detach(), known).clamp(1, len(known) - 1)
-    lower, upper = known[above - 1], known[above]
-    nearest = torch.where(reward - lower < upper - reward, lower, upper)
-    near = (nearest - reward).abs() <= 0.02 * known.abs().max()
-    return reward + torch.where(near, nearest - reward, 0.0).detach()
-
-
-def cases(cell, ground, actions):
-    """A number [B, N] for all that a player's token sees: who else on its cell does what, what is on it, its own action.
-
-    Packed views; each action of another counts for a power of the number of players in the sum that names them all.
-    """
-    n = cell.shape[1]
-    power = n**torch.arange(NUM_ACTIONS, device=cell.device)[actions]
-    together = cell[:, :, None] == cell[:, None]
-    others = (together * power[:, None]).sum(2) - power
-    return (others * 8 + F.pad(ground, (0, 1)).gather(1, cell)) * NUM_ACTIONS + actions
-
-
-class WorldModel(nn.Module):
-    """What comes next, from a player's own view and everybody's action: learned, local, the same for every board.
-
-    Six small networks, whose weights are the same for every cell, every board and every player:
-        token   of each player: its action, what is on its cell, how many others on the cell do what
-                -> a score for each of nine next places and for being gone
-        share   of the same -> what the player earns itself, and by all that others do on its cell
-        gift    of the same -> what the ego earns by this player's action, where it is on another cell
-        target  of each player and each place within reach: its action, the offset, what is there -> a score
-        ground  of each cell: what is on it, how many on it do what -> what will be on it
-        end     of the view that comes out: who and what is left of it, the clock -> own game over, episode over
-    A player's next place is a softmax over token + target scores: it cannot jump, fade or be in two places, and one
-    that is absent stays so. Who is who is known only by the ego's reward and the ego's end.
-
-    A reward is the sum of the shares, taken as the nearest one that training has shown if that is near (`settle`).
-
-    All inputs are small whole numbers, so that `tabulate` can hold the networks' answers to every possible input:
-    the same model, without arithmetic.
-    """
-
-    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), kinds=(0, 1, 2, 4)):
-        """rewards and kinds: the rewards and the ground bits of a cell that training has shown."""
-        super().__init__()
-        self.kinds = list(kinds)
-        counts, small = NUM_ACTIONS * COUNT_LEVELS, max(hidden_size // 2, 8)
-        self.token = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, NUM_OFFSETS + 1, counts)
-        self.share = perceptron(NUM_ACTIONS + 3 + counts, hidden_size, 1, counts)
-        self.gift = perceptron(NUM_ACTIONS + 3 + counts, small, 1, counts)
-        self.target = perceptron(NUM_ACTIONS + NUM_OFFSETS + 4, small, 1)
-        self.ground = perceptron(3 + counts, hidden_size, 3, counts)
-        counted = 3 * COUNT_LEVELS + 2 * len(CLOCK_LEVELS)
-        self.end = perceptron(1 + counted, small, 2, counted)
-        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
-        self.register_buffer("reward_scale", torch.tensor(max(map(abs, rewards)) or 1.0))
-
-    def target_scores(self):
-        """The score of going to each offset with each action, by the kind of cell there: [action, offset, kind]."""
-        device = self.reward_scale.device
-        kind = torch.arange(OUTSIDE + 1, device=device)
-        bits = torch.stack([kind == OUTSIDE] + [(kind >> bit & 1 == 1) & (kind < OUTSIDE) for bit in range(3)], 1).float()
-        shape = (NUM_ACTIONS, NUM_OFFSETS, OUTSIDE + 1)
-        parts = (torch.eye(NUM_ACTIONS, device=device)[:, None, None], torch.eye(NUM_OFFSETS, device=device)[:, None],
-                 bits)
-        return self.target(torch.cat([part.expand(*shape, -1) for part in parts], -1)).squeeze(-1)
-
-    def scores_of_targets(self, actions, kind):
-        """The target scores [..., 9] of actions [...] where the cells at the offsets are of some kinds [..., 9]."""
-        chosen = F.one_hot(actions, NUM_ACTIONS).float() @ self.target_scores().flatten(1)  # sums faster than an index
-        return chosen.unflatten(-1, (NUM_OFFSETS, OUTSIDE + 1)).gather(-1, kind[..., None]).squeeze(-1)
-
-    def read_token(self, action, content, others):
-        """One-hot action [..., 7], what is on the cell [..., 3], counts of the others' actions there [..., 7]
-        -> scores [..., 10], shares of reward [..., 2] in the units of the game."""
-        token = torch.cat([action, content, levels(others)], -1)
-        return self.token(token), torch.cat([self.share(token), self.gift(token)], -1) * self.reward_scale
-
-    def read_ground(self, content, counts):
-        """What is on a cell [..., 3] and the counts of the actions on it [..., 7] -> logits of what will be [..., 3]."""
-        return self.ground(torch.cat([content, levels(counts)], -1))
-
-    def empty_ground(self):
-        """Logits [8, 3] of what will be on a cell where nobody stands, by its bits."""
-        content = bits_of(torch.arange(8, dtype=torch.uint8, device=self.reward_scale.device))
-        return self.read_ground(content, torch.zeros(8, NUM_ACTIONS, device=content.device))
-
-    def read_end(self, own, players, stags, hares, step, steps_left):
-        """The end of one's own game and of the episode, as logits [B, 2]: from whether one is there, from how many
-        players, stags and hares are (all [B], after the step), and from the clock before it."""
-        counts = levels(torch.stack([players, stags, hares], -1))
-        return self.end(torch.cat([own[:, None], counts, clock_levels(step, steps_left)], -1))
-
-    def look(self, cell, ground, actions, height, width):
-        """Each player's scores and shares, and the ground where it stands, from packed views.
-
-        -> scores [B, N, 10], shares [B, N, 2], ground logits there [B, N, 3], places in reach [B, N, 9],
-        present [B, N] and how many stand there [B, N]
-        """
-        present = (cell < height * width).float()
-        action = F.one_hot(actions, NUM_ACTIONS).float()
-        together = (cell[:, :, None] == cell[:, None]).float() * present[:, None]
-        counts = together @ action  # [B, N, 7], on its cell, itself among them
-        content = bits_of(F.pad(ground, (0, 1)).gather(1, cell))
-        others = counts - action * present[..., None]
-        # Most players are in the same few cases: each case goes through the networks once.
-        case, which = (cases(cell, ground, actions) * 2 + present.long()).unique(return_inverse=True)
-        which = which.flatten()
-        row = torch.empty_like(case).scatter_(0, which, torch.arange(len(which), device=cell.device))
-        action, content, others, counts = (x.flatten(0, 1)[row] for x in (action, content, others, counts))
-        shape = cell.shape
-        scores, shares, here = (x.index_select(0, which).unflatten(0, shape) for x in
-                                (*self.read_token(action, content, others), self.read_ground(content, counts)))
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE)
-        reach = neighbours(height, width, cell.device)[cell]  # [B, N, 9]
-        kind = kinds.gather(1, reach.flatten(1)).view(reach.shape).long()
-        scores = scores + F.pad(self.scores_of_targets(actions, kind), (0, 1))
-        return scores, shares, here, reach, present, together.sum(-1)
-
-    def forward(self, view, actions, step, steps_left, soft=False):
-        """The step from a view [B, H, W, N+3] under all players' actions [B, N], ego first.
-
-        -> dict of view [B, H, W, N+3] (probabilities), reward [B], terminated [B] (own game) and over [B] (episode),
-        both probabilities. soft: the view is a prediction itself, to be taken as probabilities and not rounded.
-        """
-        height, width = view.shape[1:3]
-        if soft:
-            players, ground, reward = self.soft_step(view, actions)
-        else:
-            players, ground, reward = self.hard_step(*pack(view), actions, height, width)
-        present = players.sum(2)
-        prey = ground[:, 1:].sum(2)
-        end = self.read_end(present[:, 0], present.sum(1), prey[:, 0], prey[:, 1], step, steps_left).sigmoid()
-        planes = torch.cat([players, ground], 1).unflatten(2, (height, width)).permute(0, 2, 3, 1)
-        return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
-
-    def hard_step(self, cell, ground, actions, height, width):
-        """The next planes of players [B, N, C] and ground [B, 3, C], and the reward [B], from packed views."""
-        scores, shares, here, reach, present, _ = self.look(cell, ground, actions, height, width)
-        elsewhere = cell[:, 1:] != cell[:, :1]
-        batch, n = cell.shape
-        chance = scores.softmax(-1)[..., :GONE] * present[..., None]
-        players = chance.new_zeros(batch, n, height * width + 1).scatter_add(2, reach, chance)[..., :-1]
-        after = F.pad(self.empty_ground()[ground.long()], (0, 0, 0, 1))
-        after = after.scatter(1, cell[..., None].expand(-1, -1, 3), here)[:, :-1].sigmoid().transpose(1, 2)
-        return players, after, self.add_shares(shares, present, elsewhere)
-
-    def add_shares(self, shares, present, elsewhere):
-        """The ego's reward: its own share, and what others on other cells give it; nothing once it has left.
-
-        What others do on the ego's own cell is part of its own share: otherwise the two could not be told apart where
-        the ego always has a hand in a catch, and larger crowds than those of training would catch without it and pay.
-        """
-        return (shares[:, 0, 0] + (shares[:, 1:, 1] * present[:, 1:] * elsewhere).sum(1)) * present[:, 0]
-
-    def soft_step(self, view, actions):
-        """hard_step for a view of probabilities, through which gradients flow: every player is looked at on every cell."""
-        batch, height, width, planes = view.shape
-        view = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
-        players, ground = view[:, :-3], view[:, -3:]
-        n, cells = players.shape[1:]
-        action = F.one_hot(actions, NUM_ACTIONS).float()
-        each = players[..., None] * action[:, :, None]  # [B, N, C, 7]
-        counts = each.sum(1)  # [B, C, 7]
-        content = ground.transpose(1, 2)  # [B, C, 3]
-        scores, shares = self.read_token(action[:, :, None].expand(-1, -1, cells, -1),
-                                         content[:, None].expand(-1, n, -1, -1), counts[:, None] - each)
-        reach = neighbours(height, width, view.device)[:-1]  # [C, 9]
-        kinds = F.pad(pack(view.transpose(1, 2).unflatten(1, (height, width)))[1], (0, 1), value=OUTSIDE).long()
-        kind = kinds[:, reach][:, None]  # [B, 1, C, 9]
-        scores = scores + F.pad(self.scores_of_targets(actions[:, :, None].expand(-1, -1, cells),
-                                                       kind.expand(-1, n, -1, -1)), (0, 1))
-        chance = scores.softmax(-1)[..., :GONE] * players[..., None]  # [B, N, C, 9]
-        moved = chance.new_zeros(batch, n, cells + 1)
-        moved = moved.scatter_add(2, reach.flatten().expand(batch, n, -1), chance.flatten(2))[..., :-1]
-        after = self.read_ground(content, counts).sigmoid().transpose(1, 2)
-        own = (shares[:, 0, :, 0] * players[:, 0]).sum(1)
-        given = (shares[:, 1:, :, 1] * players[:, 1:] * (1 - players[:, :1])).sum((1, 2))
-        reward = own + given * players[:, 0].sum(1)
-        return moved, after, reward
-
-    def shrink(self, size):
-        """Moves the weights of the counted inputs towards 0: what does not matter falls silent, so that numbers and
-        mixtures never met in training change nothing either."""
-        for net in (self.token, self.share, self.gift, self.ground):
-            weight = net[0].weight.data[:, -NUM_ACTIONS * COUNT_LEVELS:]
-            weight.sub_(weight.clamp(-size, size))
-
-    def loss_terms(self, batch):
-        """The losses of one step on packed rows: dict of planes [N+3] (mean over rows, summed over cells), reward, end.
-
-        A player's plane counts by cross-entropy over its next places, the ground by that of each cell.
-        """
-        height, width, cell = batch["height"], batch["width"], batch["cell"]
-        scores, shares, here, reach, present, crowd = self.look(cell, batch["ground"], batch["actions"], height, width)
-        place = (reach == batch["next_cell"][..., None]).float()
-        place = torch.where((batch["next_cell"] == height * width)[..., None], 0.0, place)
-        place = torch.cat([place, 1 - place.sum(-1, keepdim=True)], -1)  # one-hot [B, N, 10]
-        players = (-(place * scores.log_softmax(-1)).sum(-1) * present).mean(0)
-
-        after = bits_of(batch["next_ground"])  # [B, C, 3]
-        # Of the cells where nobody stands it matters only how often which bits become which: [before, after].
-        free = torch.ones(len(cell), height * width + 1, device=cell.device).scatter(1, cell, 0.0)[:, :-1]
-        change = batch["ground"].flatten().long() * 8 + batch["next_ground"].flatten()
-        change = change.bincount(weights=free.flatten(), minlength=64).view(8, 8).float()
-        empty, bits = self.empty_ground(), bits_of(torch.arange(8, dtype=torch.uint8, device=cell.device))
-        ground = (F.softplus(empty) * change.sum(1, keepdim=True) - empty * (change @ bits)).sum(0) / len(cell)
-        there = F.pad(after, (0, 0, 0, 1)).gather(1, cell[..., None].expand(-1, -1, 3))
-        there = F.binary_cross_entropy_with_logits(here, there, reduction="none")
-        ground = ground + (there * (present / crowd.clamp(min=1))[..., None]).sum(1).mean(0)
-
-        reward = self.add_shares(shares, present, cell[:, 1:] != cell[:, :1])
-        reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
-        left = (batch["next_cell"] < height * width).float()
-        prey = after.sum(1)
-        end = self.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"])
-        return {"planes": torch.cat([players, ground]), "reward": reward_loss,
-                "end": end_loss(end, batch)}
-
-    @torch.no_grad()
-    def tabulate(self, height, width, num_players):
-        """The same model for one board as tables: what the search calls. -> ModelTables"""
-        return ModelTables(self, height, width, num_players)
-
-
-def bits_of(ground):
-    """Ground bits [...] as floats [..., 3]: obstacle, stag, hare."""
-    return torch.stack([ground & 1, ground >> 1 & 1, ground >> 2 & 1], -1).float()
-
-
-def end_loss(logits, batch):
-    """Cross-entropy of the ends of one's own game and of the episode."""
-    target = torch.stack([batch["terminated"], batch["over"]], 1).float()
-    return F.binary_cross_entropy_with_logits(logits, target)
-
-
-def look_up(table, index):
-    """table[index] of a table of one dimension, the fastest way."""
-    return table.index_select(0, index.flatten().int()).view(index.shape)
-
-
-class ModelTables:
-    """A WorldModel's answers to every input that a board of this size can hold, looked up instead of computed.
-
-    A player's row number says what the token network sees: who on its cell does what, what is on it, its own action.
-    The decisions are the network's own in float32, rounded as the most probable. Packed views in and out:
-
-        step(cell [B, N], ground [B, C], actions [B, N], step [B], steps_left [B])
-            -> cell [B, N], ground [B, C], reward [B], terminated [B], over [B]
-        step_view(view [B, H, W, N+3], ...) -> the same for planes
-    """
-
-    def __init__(self, model, height, width, num_players):
-        if num_players > TABLE_PLAYERS:
-            raise Refused(f"--num-players {num_players} is more than the {TABLE_PLAYERS} that the tables can hold")
-        device = model.reward_scale.device
-        self.height, self.width, self.cells, n = height, width, height * width, num_players
-        # Multisets of the others' actions on a cell: each action counts for a power of n in the sum that names one.
-        sets = [()]
-        for others in range(1, n):
-            sets += itertools.combinations_with_replacement(range(NUM_ACTIONS), others)
-        short = torch.int16 if n**NUM_ACTIONS < 2**15 else torch.int32
-        self.power = torch.tensor([n**a for a in range(NUM_ACTIONS)], dtype=short, device=device)
-        names = torch.tensor([sum(n**a for a in members) for members in sets], device=device)
-        self.number = torch.zeros(n**NUM_ACTIONS, dtype=torch.int32, device=device)
-        self.number[names] = torch.arange(len(sets), dtype=torch.int32, device=device)
-        others = torch.zeros(len(sets), NUM_ACTIONS, device=device)
-        for row, members in enumerate(sets):
-            for action in members:
-                others[row, action] += 1
-        shape = (len(sets), 8, NUM_ACTIONS)  # row number = (set * 8 + bits) * 7 + action
-        action = torch.eye(NUM_ACTIONS, device=device).expand(*shape, -1)
-        content = bits_of(torch.arange(8, dtype=torch.uint8, device=device))[:, None].expand(*shape, -1)
-        others = others[:, None, None].expand(*shape, -1)
-        scores, shares, after = [], [], []
-        for a, c, o in zip(action.split(1000), content.split(1000), others.split(1000)):
-            s, r = model.read_token(a, c, o)
-            scores.append(s.reshape(-1, GONE + 1))
-            shares.append(r.reshape(-1, 2))
-            after.append(model.read_ground(c, o + a).reshape(-1, 3))
-        weights = torch.tensor([1, 2, 4], dtype=torch.uint8, device=device)
-        self.scores = torch.cat(scores).T.contiguous()  # [10, row]
-        self.own, self.gift = torch.cat(shares).T.contiguous()  # [row] each
-        self.after = ((torch.cat(after) > 0) * weights).sum(1, dtype=torch.uint8)  # [row]
-        self.empty = ((model.empty_ground() > 0) * weights).sum(1, dtype=torch.uint8)  # [8]
-        self.empty_stays = self.empty[model.kinds].tolist() == model.kinds
-        self.rewards = model.rewards
-        target = model.target_scores().permute(1, 0, 2)  # [offset, action, kind]
-        self.target = target.flatten(1).contiguous()  # [9, action * 9 + kind]
-        # Which offsets can become the best one: of each row, whatever stands there of the kinds that training has shown.
-        known = target[..., [*model.kinds, OUTSIDE]]
-        scores = self.scores.view(GONE + 1, len(sets), 8, NUM_ACTIONS)
-        low, high = (scores[:GONE] + edge[:, None, None] for edge in (known.amin(-1), known.amax(-1)))
-        low[4] = high[4] = scores[4] + target[4, :, :8].T  # what is on one's own cell is in the row already
-        sure = torch.cat([low, scores[GONE:]]).amax(0)
-        # Players stand where they can get to: on a kind of cell that a player on bare ground can enter.
-        enter = scores[:GONE, :, 0, :, None] + target[:, None] >= sure[:, 0, :, None]  # [offset, set, action, kind]
-        enter[4] = False
-        stood = [kind for kind in model.kinds if kind == 0 or enter[..., kind].any()]
-        can_win = (high >= sure)[:, :, stood]  # [offset, set, bits, action]
-        self.offsets = can_win.flatten(1).any(1).nonzero()[:, 0].tolist()
-        reach = neighbours(height, width, device).T  # [9, C+1]
-        self.reach = torch.cat([reach, torch.full_like(reach[:1], self.cells)]).flatten().int()  # and GONE
-        can_win[4] = False
-        self.one_look = bool((can_win.sum(0) <= 1).all())
-        if self.one_look:  # it is enough to look at one place: [row], and what is best by what is there: [row * 9 + kind]
-            watched = torch.zeros(len(sets), 8, NUM_ACTIONS, dtype=torch.int64, device=device)
-            watched[:, stood] = can_win.int().argmax(0)
-            watched = watched.flatten()
-            row = torch.arange(len(watched), device=device)
-            action, bits = row % NUM_ACTIONS, row // NUM_ACTIONS % 8
-            stay = self.scores[4] + target[4, action, bits]
-            leave = self.scores[GONE]
-            go = self.scores[watched, row][:, None] + target[watched, action]  # [row, kind]
-            go = torch.where((watched == 4)[:, None], -torch.inf, go)
-            choice = torch.where(go > stay[:, None], watched[:, None], 4)
-            choice = torch.where((leave > torch.maximum(go, stay[:, None]).T).T, GONE, choice)
-            self.watched, self.choice = (watched * (self.cells + 1)).int(), (choice * (self.cells + 1)).flatten().int()
-        self.tabulate_ends(model, device)
-
-    def tabulate_ends(self, model, device):
-        """[own there, players, stags, hares, level of the step, level of the steps left] -> two bits, flattened."""
-        times = torch.tensor((0,) + CLOCK_LEVELS, device=device)
-        axes = (torch.arange(2, device=device), *[torch.arange(COUNT_LEVELS + 1, device=device)] * 3, times, times)
-        self.clock_level = (torch.arange(CLOCK_LEVELS[-1] + 1, device=device)[:, None] >= times[1:]).sum(1)
-        grid = [axis.flatten() for axis in torch.meshgrid(*axes, indexing="ij")]
-        bits = [(model.read_end(*(axis.float() for axis in chunk[:4]), *chunk[4:]) > 0).to(torch.uint8)
-                for chunk in zip(*(axis.split(65536) for axis in grid))]
-        bits = torch.cat(bits)
-        self.ends = bits[:, 0] | bits[:, 1] << 1
-
-    def step(self, cell, ground, actions, step, steps_left):
-        batch = len(cell)
-        cell, actions = cell.T.int(), actions.T.int()  # [N, B]: long rows are what is fast here
-        first = torch.arange(0, batch * (self.cells + 1), self.cells + 1, dtype=torch.int32, device=cell.device)
-        kinds = F.pad(ground, (0, 1), value=OUTSIDE).flatten()  # those of environment b begin at first[b]
-        present, spot = cell < self.cells, cell + first
-        kind = look_up(kinds, spot)
-        power = look_up(self.power, actions)
-        small = cell.to(torch.uint8) if self.cells < 256 else cell
-        others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
-        row = (look_up(self.number, others * present) * 8 + (kind & 7)) * NUM_ACTIONS + actions
-        if self.one_look:
-            place = look_up(self.reach, look_up(self.watched, row) + cell)
-            choice = look_up(self.choice, row * (OUTSIDE + 1) + look_up(kinds, place + first))
-            best = look_up(self.reach, choice + cell)
-        else:
-            best = self.best_of_all(cell, actions, row, kinds, first, present)
-        given = (look_up(self.gift, row[1:]) * (present[1:] & (cell[1:] != cell[0]))).sum(0)
-        reward = (look_up(self.own, row[0]) + given) * present[0]
-        after = look_up(self.after, row)
-        if not self.empty_stays:
-            kinds = look_up(torch.cat([self.empty, kinds.new_tensor([OUTSIDE])]), kinds)
-        kinds.scatter_(0, spot.flatten().long(), after.flatten())
-        ground = kinds.view(batch, -1)[:, :-1]
-        return (best.T.long(), ground, settle(reward, self.rewards), *self.read_ends(best, ground, step, steps_left))
-
-    def best_of_all(self, cell, actions, row, kinds, first, present):
-        """The best next place, where one look is not enough: every offset that can win is scored."""
-        best, scores = torch.full_like(cell, self.cells), look_up(self.scores[GONE], row)
-        for offset in self.offsets:
-            place = look_up(self.reach, cell + offset * (self.cells + 1))
-            kind = look_up(kinds, place + first)
-            score = look_up(self.scores[offset], row) + look_up(self.target[offset], actions * (OUTSIDE + 1) + kind)
-            better = score >= scores
-            scores, best = torch.where(better, score, scores), torch.where(better, place, best)
-        return torch.where(present, best, self.cells)
-
-    def read_ends(self, cell, ground, step, steps_left):
-        there = cell < self.cells
-        size = COUNT_LEVELS + 1
-        columns = ground.T.contiguous()
-        index = there[0].int()
-        for count in (there.sum(0), (columns >> 1 & 1).sum(0, dtype=torch.int32), (columns >> 2 & 1).sum(0, dtype=torch.int32)):
-            index = index * size + count.clamp(max=COUNT_LEVELS)
-        for clock in (step, steps_left):
-            index = index * (len(CLOCK_LEVELS) + 1) + look_up(self.clock_level, clock.clamp(0, CLOCK_LEVELS[-1]))
-        ends = look_up(self.ends, index)
-        return ends & 1 != 0, ends >> 1 != 0
-
-    def step_view(self, view, actions, step, steps_left):
-        """step for planes [B, H, W, N+3]; the next ones are uint8."""
-        cell, ground, *rest = self.step(*pack(view), actions, step, steps_left)
-        return (unpack(cell, ground, self.height, self.width), *rest)
-
-
-class WorldMLP(nn.Module):
-    """The plain model to compare with: all planes and actions of one board side by side into one perceptron."""
-
-    def __init__(self, height, width, num_players, hidden_size=256, rewards=(0.0, 1.0)):
-        super().__init__()
-        self.height, self.width, self.num_players = height, width, num_players
-        self.cells = height * width
-        inputs = (num_players + 3) * self.cells + num_players * NUM_ACTIONS + 2 * len(CLOCK_LEVELS)
-        self.net = perceptron(inputs, hidden_size, num_players * (self.cells + 1) + 3 * self.cells + 3)
-        self.register_buffer("rewards", torch.tensor(sorted(rewards)))
-        self.register_buffer("reward_scale", torch.tensor(max(map(abs, rewards)) or 1.0))
-
-    def read(self, view, actions, step, steps_left):
-        """-> scores of places [B, N, C+1], ground logits [B, 3, C], reward [B], end logits [B, 2]"""
-        planes = view.flatten(1, 2).transpose(1, 2).flatten(1).float()
-        out = self.net(torch.cat([planes, F.one_hot(actions, NUM_ACTIONS).flatten(1).float(),
-                                  clock_levels(step, steps_left)], 1))
-        players, ground, reward, end = out.split((self.num_players * (self.cells + 1), 3 * self.cells, 1, 2), 1)
-        return (players.unflatten(1, (self.num_players, -1)), ground.unflatten(1, (3, -1)),
-                reward[:, 0] * self.reward_scale, end)
-
-    def forward(self, view, actions, step, steps_left, soft=False):
-        """As WorldModel.forward."""
-        view = view if soft else unpack(*pack(view), self.height, self.width)
-        players, ground, reward, end = self.read(view, actions, step, steps_left)
-        planes = torch.cat([players.softmax(-1)[..., :-1], ground.sigmoid()], 1)
-        planes = planes.unflatten(2, (self.height, self.width)).permute(0, 2, 3, 1)
-        end = end.sigmoid()
-        return {"view": planes, "reward": settle(reward, self.rewards), "terminated": end[:, 0], "over": end[:, 1]}
-
-    def shrink(self, size):
-        """Nothing here: no input is a count."""
-
-    def loss_terms(self, batch):
-        """As WorldModel.loss_terms."""
-        view = unpack(batch["cell"], batch["ground"], self.height, self.width)
-        players, ground, reward, end = self.read(view, batch["actions"], batch["step"], batch["steps_left"])
-        players = F.cross_entropy(players.flatten(0, 1), batch["next_cell"].flatten(), reduction="none")
-        after = bits_of(batch["next_ground"]).transpose(1, 2)
-        ground = F.binary_cross_entropy_with_logits(ground, after, reduction="none").sum(2)
-        reward_loss = F.mse_loss(reward / self.reward_scale, batch["reward"] / self.reward_scale)
-        return {"planes": torch.cat([players.view(batch["cell"].shape).mean(0), ground.mean(0)]),
-                "reward": reward_loss, "end": end_loss(end, batch)}
-
-
-def make_model(config):
-    """The model that a checkpoint's "world_model_config" describes, with fresh weights."""
-    config = dict(config)
-    return {"local": WorldModel, "mlp": WorldMLP}[config.pop("kind")](**config)
-
-
-def load_world_model(path, flag, device="cpu"):
-    """Loads the model of a checkpoint that train_world_model.py wrote. -> model, checkpoint"""
-    checkpoint = load_checkpoint(path, f"{flag} {path}")
-    if "world_model" not in checkpoint:
-        raise Refused(f"{flag} {path} holds no world model, it was written by {checkpoint['script']}")
-    try:
-        model = make_model(checkpoint["world_model_config"])
-        model.load_state_dict(checkpoint["world_model"])
-    except (KeyError, TypeError, RuntimeError) as error:
-        raise Refused(f"{flag} {path}: its world model does not fit this script ({type(error).__name__})") from error
-    return model.to(device).eval(), checkpoint
-
-
-# ====================================================================================== test
-
-ROLLOUT_STEPS = (1, 5, 10, 20, 35)
-BREACHES = ("moves further than one cell", "in two places", "in no place", "vanishes without a catch",
-            "player appears", "walks into an obstacle", "prey moves or appears", "prey vanishes without a catch",
-            "obstacle changes", "reward without a catch")
-
-
-def window_starts(data, steps):
-    """The rows from which `steps` rows of the same episode follow one another."""
-    episode = data["episode"]
-    last = len(episode) - steps + 1
-    following = (episode[:last] == episode[steps - 1:]) & (data["step"][:last] + steps - 1 == data["step"][steps - 1:])
-    return following.nonzero()[:, 0]
-
-
-@torch.no_grad()
-def predict_rows(model, data, chunk=2048):
-    """The model's answers to all rows, chunk by chunk: yields the rows as picked and what forward gives."""
-    for rows in torch.arange(rows_of(data), device=data["reward"].device).split(chunk):
-        batch = pick_rows(data, rows)
-        view = unpack(batch["cell"], batch["ground"], data["height"], data["width"])
-        yield batch, model(view, batch["actions"], batch["step"], batch["steps_left"])
-
-
-def psnr(mse):
-    """Peak signal-to-noise ratio in dB, the peak being 1."""
-    return 10 * math.log10(1 / max(mse, 1e-30))
-
-
-def rules_of_catch(batch, stag_hunters):
-    """What the rules say of the catches of a step: caught players [B, N], hunters of the ego's catch [B] (0: none),
-    whether it is a stag [B], and any catch [B]."""
-    cell, ground, actions = batch["cell"], batch["ground"], batch["actions"]
-    here = F.pad(ground, (0, 1)).gather(1, cell)  # 0 for those that have left
-    stag = (actions == HUNT_STAG) & (here & 2 != 0)
-    hare = (actions == HUNT_HARE) & (here & 4 != 0)
-    together = cell[:, :, None] == cell[:, None]
-    hunters = (together & stag[:, None]).sum(2)
-    caught = stag & (hunters >= stag_hunters) | hare
-    number = (together & caught[:, None]).sum(2)
-    return caught, number[:, 0] * caught[:, 0], stag[:, 0], caught.any(1)
-
-
-def count_breaches(batch, view, reward, args):
-    """What in a predicted view and reward the rules forbid, given the view before and the actions: {kind: rows [B]}."""
-    height, width = batch["height"], batch["width"]
-    cells = height * width
-    caught, _, _, any_catch = rules_of_catch(batch, args.stag_hunters)
-    planes = view.flatten(1, 2).transpose(1, 2)  # [B, N+3, C]
-    players, ground = planes[:, :-3], planes[:, -3:] > 0.5
-    present = batch["cell"] < cells
-    places, (_, cell) = (players > 0.5).sum(2), players.max(2)
-    on_board = players.sum(2)
-    row, column = torch.where(present, batch["cell"], 0) // width, torch.where(present, batch["cell"], 0) % width
-    far = (row - cell // width).abs() + (column - cell % width).abs() > 1
-    before = bits_of(batch["ground"]).transpose(1, 2) > 0  # [B, 3, C]
-    seized = torch.zeros(len(cell), cells + 1, dtype=torch.bool, device=cell.device)
-    seized = seized.scatter(1, torch.where(caught, batch["cell"], cells), True)[:, None, :-1]
-    may_earn = any_catch if args.prosocial else caught[:, 0]
-    earned = (reward - args.time_reward * present[:, 0]).abs() > 0.01
-    if args.prosocial:
-        earned = (reward - args.time_reward * present.float().mean(1)).abs() > 0.01
-    placed = places == 1
-    return {
-        "moves further than one cell": (present & placed & far).any(1),
-        "in two places": (places > 1).any(1) | (on_board > 1.5).any(1),
-        "in no place": (present & (places == 0) & (on_board >= 0.5)).any(1),
-        "vanishes without a catch": (present & (places == 0) & (on_board < 0.5) & ~caught).any(1),
-        "player appears": (~present & (places > 0)).any(1),
-        "walks into an obstacle": (placed & before[:, 0].gather(1, cell)).any(1),
-        "prey moves or appears": (ground[:, 1:] & ~before[:, 1:]).flatten(1).any(1),
-        "prey vanishes without a catch": (~ground[:, 1:] & before[:, 1:] & ~seized).flatten(1).any(1),
-        "obstacle changes": (ground[:, 0] != before[:, 0]).any(1),
-        "reward without a catch": earned & ~may_earn,
-    }
-
-
-def catch_kind(number, is_stag):
-    """The name of what the ego caught: from how many did it together, and whether it was a stag."""
-    if number == 0:
-        return "none"
-    return f"stag with {number}" if is_stag else "hare" if number == 1 else "shared hare"
-
-
-class Totals:
-    """Everything that is summed up over the rows."""
-
-    def __init__(self, num_planes):
-        self.rows, self.plane_error = 0, torch.zeros(num_planes, dtype=torch.float64)
-        self.sums = {key: 0.0 for key in ("reward_mse", "exact", "reward_exact", "end_exact", "own_end", "episode_end",
-                                          "legal_exact")}
-        self.breaches = {kind: 0 for kind in BREACHES}
-        self.by_catch = {}  # kind -> [rows, right]
-        self.bins = torch.zeros(2, 10, dtype=torch.float64)  # cells, and how many of them were 1, by predicted value
-        self.expected = torch.zeros(10, dtype=torch.float64)
-        self.kept, self.worst = [], []
-
-    def add(self, batch, out, true, args):
-        view, reward = out["view"], out["reward"]
-        error = (view - true).double()
-        self.rows += len(view)
-        self.plane_error += error.square().mean((1, 2)).sum(0).cpu()
-        own = (out["terminated"] > 0.5) == batch["terminated"]
-        episode = (out["over"] > 0.5) == batch["over"]
-        right = (reward - batch["reward"]).abs() <= 0.01
-        legal = (legal_actions(view) == legal_actions(true)).all(1)
-        for key, value in (("reward_mse", (reward - batch["reward"]).double().square()), ("reward_exact", right),
-                           ("exact", ((view > 0.5) == true).flatten(1).all(1)), ("end_exact", own & episode),
-                           ("own_end", own), ("episode_end", episode), ("legal_exact", legal)):
-            self.sums[key] += value.sum().item()
-        for kind, rows in count_breaches(batch, view, reward, args).items():
-            self.breaches[kind] += int(rows.sum())
-        _, number, stag, _ = rules_of_catch(batch, args.stag_hunters)
-        for (count, is_stag), rows in group_rows(number, stag).items():
-            name = catch_kind(count, is_stag)
-            n, hits = self.by_catch.get(name, (0, 0))
-            self.by_catch[name] = n + int(rows.sum()), hits + int((right & rows).sum())
-        value = view.flatten().double().cpu().clamp(0, 1)
-        place = (value * 10).long().clamp(max=9)
-        self.bins[0] += torch.bincount(place, minlength=10)
-        self.bins[1] += torch.bincount(place, weights=true.flatten().cpu().double(), minlength=10)
-        self.expected += torch.bincount(place, weights=value, minlength=10)
-        badness = error.abs().flatten(1).amax(1) + (reward - batch["reward"]).abs()
-        keep = {"before": unpack(batch["cell"], batch["ground"], *view.shape[1:3]), "true": true, "view": view,
-                "reward": batch["reward"], "predicted": reward, "badness": badness, "actions": batch["actions"]}
-        if sum(len(part["reward"]) for part in self.kept) < 2000:
-            self.kept.append({key: column[:2000].cpu() for key, column in keep.items()})
-        rows = badness.topk(min(args.samples, len(badness))).indices
-        self.worst.append({key: column[rows].cpu() for key, column in keep.items()})
-
-    def results(self):
-        share = {key: value / self.rows for key, value in self.sums.items()}
-        mse = (self.plane_error.mean() / self.rows).item()
-        return {"obs_mse": mse, "psnr": psnr(mse), "reward_mse": share.pop("reward_mse"), **share,
-                "plane_mse": (self.plane_error / self.rows).tolist(),
-                "reward_exact_by_catch": {kind: {"rows": n, "exact": hits / n}
-                                          for kind, (n, hits) in sorted(self.by_catch.items())},
-                "breaches": self.breaches | {"total": sum(self.breaches.values())}}
-
-    def calibration(self):
-        """Rows of predicted from, to, cells, mean predicted, share that was 1; and the expected calibration error."""
-        cells, ones = self.bins
-        rows = [(i / 10, (i + 1) / 10, int(cells[i]), (self.expected[i] / cells[i]).item(), (ones[i] / cells[i]).item())
-                for i in range(10) if cells[i]]
-        return rows, sum(n * abs(mean - share) for _, _, n, mean, share in rows) / sum(n for _, _, n, _, _ in rows)
-
-
-def group_rows(number, stag):
-    """{(hunters, is a stag): rows [B]} of the catches that occur."""
-    return {(count, kind): (number == count) & ((stag == kind) | (number == 0))
-            for count in number.unique().tolist() for kind in ((False,) if count == 0 else (False, True))
-            if bool(((number == count) & ((stag == kind) | (number == 0))).any())}
-
-
-@torch.no_grad()
-def roll_out(model, data, starts, steps, args):
-    """The model's own way from some rows on, under the true actions, its views rounded and fed back as in a search.
-
-    -> exact so far [step, B] (every cell of every view until then), breaches of any rule [B], the views [step + 1]
-    """
-    batch = pick_rows(data, starts)
-    view = unpack(batch["cell"], batch["ground"], data["height"], data["width"])
-    exact, breached, views, so_far = [], torch.zeros(len(view), dtype=torch.int64), [view.float()], True
-    for step in range(steps):
-        batch = pick_rows(data, starts + step)
-        out = model(view, rotated(batch["actions"], args), batch["step"], batch["steps_left"])
-        true = unpack(batch["next_cell"], batch["next_ground"], data["height"], data["width"])
-        cell, ground = pack(view)
-        here = batch | {"cell": cell, "ground": ground}
-        breached += sum(rows.long() for rows in count_breaches(here, out["view"], out["reward"], args).values()).cpu()
-        so_far = so_far & ((out["view"] > 0.5) == true).flatten(1).all(1)
-        exact.append(so_far)
-        views.append(out["view"])
-        view = (out["view"] > 0.5).to(torch.uint8)
-    return torch.stack(exact).cpu(), breached, views
-
-
-def rotated(actions, args):
-    """The actions as the model gets them: in the order of the planes, unless --rotate-actions says otherwise."""
-    return actions.roll(args.rotate_actions, 1)
-
-
-@torch.no_grad()
-def tables_exact(model, data):
-    """The share of rows whose next view, reward and ends are all right in the tables that a search uses."""
-    tables = model.tabulate(data["height"], data["width"], data["cell"].shape[1])
-    right = 0
-    for rows in torch.arange(rows_of(data), device=data["reward"].device).split(8192):
-        batch = pick_rows(data, rows)
-        cell, ground, reward, terminated, over = tables.step(batch["cell"], batch["ground"], batch["actions"],
-                                                             batch["step"], batch["steps_left"])
-        right += ((cell == batch["next_cell"]).all(1) & (ground == batch["next_ground"]).all(1)
-                  & ((reward - batch["reward"]).abs() <= 0.01) & (terminated == batch["terminated"])
-                  & (over == batch["over"])).sum().item()
-    return right / rows_of(data)
-
-
 # =================================================================================== outputs
+
+SCRIPT = os.path.basename(__file__)
 
 
 def prepare_torch(args):
-    """Threads, device and seeds."""
-    if args.threads < 1:
-        raise Refused(f"--threads {args.threads} must be at least 1")
+    """Threads, device and seed."""
+    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
 
 
 def board_name(args):
-    """The board in short, as in the notes of stag hunters: 4x4-4h1s, 8x8-b5-4h1s."""
+    """The board in short: 4x4-4h1s, 8x8-b5-4h1s."""
     blocks = f"-b{args.max_blocks}" if args.max_blocks else ""
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if args.resume is not None:
-        folder = args.resume
-    else:
-        name = args.run_name or f"stag-hunt-{board_name(args)}__{script[:-3]}__{args.seed}__{int(time.time())}"
-        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name or not name:
-            raise Refused(f"--run-name {name!r} is no valid folder name")
-        folder = os.path.join(args.runs_dir, name)
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic
+    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = args.resume or os.path.join(args.runs_dir, name)
+    if not args.resume:
         try:
             os.makedirs(folder)
-        except FileExistsError as error:
-            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or choose another "
-                          "name") from error
         except OSError as error:
-            raise Refused(f"--runs-dir {args.runs_dir}: {folder} cannot be made: {error.strerror}") from error
-    save_json(os.path.join(folder, "config.json"), {"script": script, **dataclasses.asdict(args), "resume": None})
+            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    save_json(os.path.join(folder, "config.json"), config)
     return folder
 
 
+def open_writer(folder, args, true_steps=0):
+    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
+
+    writer = SummaryWriter(folder, purge_step=true_steps or None)
+    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    return writer
+
+
 def save_json(path, content):
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file, whole or not at all."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
     os.replace(path + ".new", path)
 
 
-def load_checkpoint(path, flag):
-    """Reads a checkpoint onto the CPU; what is none is refused in the name of the flag that asked for it."""
+def load_checkpoint(path, asked, device="cpu"):
+    """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{flag}: there is no file {path}")
+        raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise Refused(f"{flag}: {path} is no checkpoint ({type(error).__name__})") from error
+        raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
-        raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
-
-
-COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),
-           (60, 150, 215), (130, 40, 50))
-
-
-def draw_board(game, env, caption="", size=56):
-    """One environment as a picture: numbered players, the stag with antlers, hares with long ears, grey obstacles."""
-    from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
-
-    height, width = game.height, game.width
-    image = Image.new("RGB", (max(width * size, 220), height * size + 26), (250, 248, 242))
-    draw = ImageDraw.Draw(image)
-    board, cells = game.board[:, env].tolist(), game.cell[:, env].tolist()
-    for cell in range(game.cells):
-        x, y = cell % width * size, cell // width * size
-        draw.rectangle((x, y, x + size, y + size), fill="white" if board[cell] else (104, 108, 118), outline=(221, 216, 204))
-        if board[cell] & STAG_BIT:
-            for side in (-1, 1):
-                tip, fork = x + size * (0.5 + 0.34 * side), x + size * (0.5 + 0.2 * side)
-                draw.line((x + size * 0.5, y + size * 0.4, fork, y + size * 0.22, tip, y + size * 0.06), (92, 58, 34), 3)
-                draw.line((fork, y + size * 0.22, fork - side * 3, y + size * 0.04), (92, 58, 34), 3)
-            draw.polygon([(x + size * a, y + size * b) for a, b in ((0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9))],
-                         fill=(150, 92, 48))
-        elif board[cell] & HARE_BIT:
-            for side in (-1, 1):
-                middle = x + size * (0.5 + 0.11 * side)
-                draw.ellipse((middle - 4, y + size * 0.1, middle + 4, y + size * 0.6), fill=(176, 170, 162))
-            draw.ellipse((x + size * 0.28, y + size * 0.45, x + size * 0.72, y + size * 0.9), fill=(176, 170, 162))
-    for player, cell in enumerate(cells):
-        if cell < game.cells:
-            together = [other for other in range(len(cells)) if cells[other] == cell]
-            slot, radius = together.index(player), size * 0.21
-            x = cell % width * size + size * (0.26 + 0.48 * (slot % 2))
-            y = cell // width * size + size * (0.26 + 0.48 * (slot // 2 % 2))
-            draw.ellipse((x - radius, y - radius, x + radius, y + radius), fill=COLOURS[player % len(COLOURS)])
-            draw.text((x, y), str(player + 1), fill="white", anchor="mm", font=ImageFont.load_default(size * 0.28))
-    draw.text((4, height * size + 13), caption, fill=(52, 54, 60), anchor="lm", font=ImageFont.load_default(14))
-    return image
-
-
-def add_gif(writer, tag, frames, step, path):
-    """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=[350] * (len(frames) - 1) + [1500], loop=0)
-    with open(path, "rb") as file:
-        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width, height=frames[0].height)
-    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
-
-
-def print_table(title, rows):
-    """Prints rows of text under a title, the first row being the head, in columns."""
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
-    print(f"\n{title}")
-    for row in rows:
-        print("  " + "  ".join(str(cell).ljust(width) if column == 0 else str(cell).rjust(width)
-                               for column, (cell, width) in enumerate(zip(row, widths))))
-
-
-def run_script(args_class, main):
-    """Reads the flags and runs main; what is refused is one line and exit code 2."""
-    try:
-        sys.exit(main(tyro.cli(args_class)))
-    except Refused as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        sys.exit(2)
-
-
-def plane_names(num_players):
-    return ["own", *(f"co_player_{number}" for number in range(1, num_players)), "obstacles", "stags", "hares"]
 
 
 def add_picture(writer, tag, path, step):
@@ -1513,296 +1477,74 @@ def add_picture(writer, tag, path, step):
     writer.add_image(tag, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
 
-def plot(path, rows, columns, size, title, paint):
-    """Makes a PNG of a grid of axes that paint(axes) fills."""
-    import matplotlib  # here, for only pictures need it
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
-    paint(axes)
-    for axis in axes.flat:
-        axis.set_visible(axis.has_data())
-    figure.suptitle(title)
-    figure.tight_layout()
-    figure.savefig(path, dpi=80)
-    plt.close(figure)
+COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),
+           (60, 150, 215), (130, 40, 50))
 
 
-def draw_sample(sample, path):
-    """One row cell by cell: true now, true next, predicted next with the raw values, the difference; a column each plane."""
-    height, width, planes = sample["true"].shape
-    names = plane_names(planes - 3)
-    parts = (("true now", sample["before"]), ("true next", sample["true"]), ("predicted next", sample["view"]),
-             ("predicted - true", sample["view"] - sample["true"]))
+def draw_board(game, env, caption="", size=56):
+    """One game as a picture: numbered players, stags with antlers, hares with long ears, grey obstacles."""
+    from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
-    def paint(axes):
-        for row, (label, view) in enumerate(parts):
-            for plane in range(planes):
-                axis, values = axes[row][plane], view[..., plane].float()
-                signed = row == 3
-                axis.imshow(values, cmap="RdBu" if signed else "Blues", vmin=-1 if signed else 0, vmax=1)
-                for r in range(height):
-                    for c in range(width):
-                        value = values[r, c].item()
-                        text = f"{value:.0f}" if row < 2 or value == 0 else f"{value:.4f}" if abs(value) >= 1e-3 else f"{value:.0e}"
-                        axis.text(c, r, text, ha="center", va="center", fontsize=max(3.5, 26 / max(height, width)),
-                                  color="white" if abs(value) > 0.6 else "black")
-                axis.set_xticks([])
-                axis.set_yticks([])
-                if row == 0:
-                    axis.set_title(names[plane], fontsize=9)
-                if plane == 0:
-                    axis.set_ylabel(label, fontsize=9)
-    actions = ", ".join(ACTIONS[action] for action in sample["actions"].tolist())
-    plot(path, 4, planes, (1.9 * planes, 8), f"asked for, ego first: {actions}\nreward {sample['reward'].item():.4f}, "
-         f"predicted {sample['predicted'].item():.4f}; largest error of a cell "
-         f"{(sample['view'] - sample['true']).abs().max().item():.2e}", paint)
+    image = Image.new("RGB", (max(game.width * size, 220), game.height * size + 26), (250, 248, 242))
+    draw = ImageDraw.Draw(image)
+    brown, grey, ink = (150, 92, 48), (176, 170, 162), (52, 54, 60)
+    board, cells = game.board[:, env].tolist(), game.cell[:, env].tolist()
 
+    def within(cell, *points):
+        """Points given by their place in a cell, from 0 to 1."""
+        return [(size * (cell % game.width + x), size * (cell // game.width + y)) for x, y in points]
 
-def draw_test(folder, totals, rollout_curve, args):
-    """All pictures but the GIF. -> {tag: path}"""
-    kept = {key: torch.cat([part[key] for part in totals.kept])[:2000] for key in totals.kept[0]}
-    worst = {key: torch.cat([part[key] for part in totals.worst]) for key in totals.worst[0]}
-    paths = {}
-
-    def new(tag):
-        paths[tag] = os.path.join(folder, "pictures", f"{tag}.png")
-        return paths[tag]
-
-    for number, row in enumerate(worst["badness"].argsort(descending=True)[:args.samples].tolist(), start=1):
-        draw_sample({key: column[row] for key, column in worst.items()}, new(f"worst_{number}"))
-    names = plane_names(kept["view"].shape[-1] - 3)
-
-    def histograms(axes):
-        for axis, name, predicted, true in zip(axes.flat, names, kept["view"].unbind(-1), kept["true"].unbind(-1)):
-            axis.hist([true.flatten().float().numpy(), predicted.flatten().numpy()], bins=20, range=(0, 1), log=True,
-                      label=["true", "predicted"])
-            axis.set_title(name)
-        axes.flat[0].legend()
-    plot(new("value_histograms"), 2, math.ceil(len(names) / 2), (14, 6), "values of the cells of the next view", histograms)
-
-    def scatter(axes):
-        generator = torch.Generator().manual_seed(0)
-        for axis, name, predicted, true in zip(axes.flat, names, kept["view"].unbind(-1), kept["true"].unbind(-1)):
-            jitter = (torch.rand(true.flatten().shape, generator=generator) - 0.5) * 0.2
-            axis.scatter(true.flatten() + jitter, predicted.flatten(), s=2)
-            axis.set(title=name, xlabel="true (spread sideways)", ylabel="predicted", xlim=(-0.3, 1.3), ylim=(-0.05, 1.05))
-    plot(new("value_scatter"), 2, math.ceil(len(names) / 2), (14, 6), "predicted against true value of each cell", scatter)
-
-    def rewards(axes):
-        left, right = axes[0]
-        left.scatter(kept["reward"], kept["predicted"], s=12)
-        left.set(xlabel="true reward", ylabel="predicted reward")
-        right.hist((kept["predicted"] - kept["reward"]).numpy(), bins=41, log=True)
-        right.set(xlabel="predicted - true", ylabel="rows")
-    plot(new("reward_scatter"), 1, 2, (11, 4.5), "own reward", rewards)
-
-    def exactness(axes):
-        axes[0][0].plot(range(1, len(rollout_curve) + 1), rollout_curve, marker=".")
-        axes[0][0].set(xlabel="steps without looking", ylabel="share exact to the last cell", ylim=(-0.02, 1.02))
-    plot(new("rollout_exactness"), 1, 1, (7, 4.5), "open-loop rollouts under the true actions", exactness)
-
-    def calibration(axes):
-        rows, error = totals.calibration()
-        axes[0][0].plot((0, 1), (0, 1), color="lightgrey")
-        axes[0][0].scatter([row[3] for row in rows], [row[4] for row in rows], s=[8 * math.log10(row[2] + 1) for row in rows])
-        axes[0][0].set(xlabel="predicted probability", ylabel="share that came true", title=f"expected error {error:.1e}")
-    plot(new("calibration"), 1, 1, (6, 5), "calibration of the cells", calibration)
-    return paths
+    for cell, bits in enumerate(board[:-1]):
+        draw.rectangle(within(cell, (0, 0), (1, 1)), "white" if bits else (104, 108, 118), (221, 216, 204))
+        if bits & STAG_BIT:
+            for side in (-1, 1):
+                fork, tip = (0.5 + 0.2 * side, 0.22), (0.5 + 0.34 * side, 0.06)
+                draw.line(within(cell, (0.5, 0.4), fork, tip), brown, 3)
+                draw.line(within(cell, fork, (0.5 + 0.14 * side, 0.04)), brown, 3)
+            draw.polygon(within(cell, (0.3, 0.34), (0.7, 0.34), (0.58, 0.9), (0.42, 0.9)), brown)
+        elif bits & HARE_BIT:
+            for ear in (0.32, 0.54):
+                draw.ellipse(within(cell, (ear, 0.1), (ear + 0.14, 0.6)), grey)
+            draw.ellipse(within(cell, (0.28, 0.45), (0.72, 0.9)), grey)
+    for player, cell in enumerate(cells):
+        if cell < game.cells:
+            slot = cells[:player].count(cell)  # players of one cell stand beside one another
+            x, y = 0.26 + 0.48 * (slot % 2), 0.26 + 0.48 * (slot // 2 % 2)
+            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.28)
+            draw.ellipse(within(cell, (x - 0.21, y - 0.21), (x + 0.21, y + 0.21)), colour)
+            draw.text(*within(cell, (x, y)), str(player + 1), "white", font, "mm")
+    draw.text((4, game.height * size + 13), caption, ink, ImageFont.load_default(14), "lm")
+    return image
 
 
-def draw_view(view, caption):
-    """A view as a board, the ego being player 1; its values are rounded, the caption says how far they were off."""
-    height, width = view.shape[:2]
-    cell, ground = pack(view[None])
-    board = torch.full((height * width,), STAY_BIT, dtype=torch.uint8)
-    board = torch.where(ground[0] & 1 == 1, 0, board | (ground[0] >> 1 & 1) * STAG_BIT | (ground[0] >> 2 & 1) * HARE_BIT)
-    game = SimpleNamespace(height=height, width=width, cells=height * width, board=board[:, None], cell=cell.T)
-    return draw_board(game, 0, caption)
+def add_gif(writer, tag, frames, step, path):
+    """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    frames[0].save(path, save_all=True, append_images=frames[1:], duration=350, loop=0)
+    with open(path, "rb") as file:
+        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
+                                height=frames[0].height)
+    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
-def eventful(data, starts, steps):
-    """The start of the rollout in which most players leave, and among those the one in which they stay longest."""
-    present = (data["cell"] < data["height"] * data["width"]).sum(1)
-    there = torch.stack([present[starts + step] for step in range(steps)])
-    return int(starts[((there[0] - there[-1]) * 1000 + there.sum(0)).argmax()])
+def print_table(title, rows):
+    """Prints rows of text under a title, the first row being the head, in columns."""
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
+    print(f"\n{title}")
+    for row in rows:
+        cells = [str(cell).rjust(width) for cell, width in zip(row, widths)]
+        print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
-def imagined_episode(model, data, start, steps, args):
-    """Frames of an episode as it was, and as the model imagined it from its first view on, side by side."""
-    from PIL import Image
-
-    _, _, views = roll_out(model, data, torch.tensor([start], device=args.device), steps, args)
-    frames = []
-    for step, view in enumerate(views):
-        row = pick_rows(data, torch.tensor([start + min(step, steps - 1)]))
-        prefix = "next_" if step == steps else ""
-        true = unpack(row[prefix + "cell"], row[prefix + "ground"], data["height"], data["width"])[0].cpu()
-        view = view[0].cpu()
-        pair = (draw_view(true, f"step {step}: true"),
-                draw_view(view, f"imagined, off by {(view - true).abs().max().item():.0e}"))
-        frame = Image.new("RGB", (pair[0].width * 2 + 12, pair[0].height), "white")
-        frame.paste(pair[0], (0, 0))
-        frame.paste(pair[1], (pair[0].width + 12, 0))
-        frames.append(frame)
-    return frames
-
-
-# ====================================================================================== main
-
-
-def take_rules(args, trained):
-    """Takes over the rules that the model was trained on, where a flag leaves them at their default; not the board."""
-    values = {}
-    for field in dataclasses.fields(GameArgs):
-        if field.name not in ("height", "width", "max_blocks") and getattr(args, field.name) == field.default:
-            value = trained.get(field.name, field.default)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
-    if args.num_players is None:
-        values["num_players"] = trained.get("num_players", 4)
-    return dataclasses.replace(args, **values)
-
-
-def check_flags(args):
-    """Refuses flags that make no sense, alone or together."""
-    if not args.checkpoint:
-        raise Refused("--checkpoint is missing: name the checkpoint.pt of a run of train_world_model.py")
-    for name in ("resume", "save_every"):
-        if getattr(args, name) != getattr(Args, name):
-            raise Refused(f"--{name.replace('_', '-')} means nothing here: a test is short and runs through")
-    for name, least in (("rows", 1), ("rollouts", 0), ("samples", 0)):
-        if getattr(args, name) < least:
-            raise Refused(f"--{name} {getattr(args, name)} must be at least {least}")
-    if args.data is not None:
-        for name in ("rows", "height", "width", "max_blocks", "stags", "hares", "num_players"):
-            if getattr(args, name) != getattr(Args, name):
-                raise Refused(f"--{name.replace('_', '-')} means nothing with --data, which says what to test on")
-
-
-def load_rows(args):
-    """The rows to test on, collected or from --data. -> data, args with the board of the data"""
-    if args.data is not None:
-        data = load_data(args.data, "--data", args.device)
-        return data, dataclasses.replace(args, height=data["height"], width=data["width"],
-                                         num_players=data["cell"].shape[1])
-    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-    data = collect(board | {"num_players": args.num_players}, args.rows, args.seed + 1_000_000, args.device)
-    return data, args
-
-
-def rollout_rows(args, data):
-    """Rows with enough episodes of the longest rollouts: the data themselves, or more play of the same board."""
-    if args.data is not None or len(window_starts(data, ROLLOUT_STEPS[-1])) >= args.rollouts:
-        return data
-    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
-    board["num_players"] = args.num_players
-    rows = rows_of(data)
-    for seed in range(args.seed + 2_000_000, args.seed + 2_000_004):
-        rows *= 2
-        data = collect(board, rows, seed, args.device)
-        if len(window_starts(data, ROLLOUT_STEPS[-1])) >= args.rollouts:
-            break
-    return data
-
-
-def main(args):
-    check_flags(args)
-    prepare_torch(args)
-    model, checkpoint = load_world_model(args.checkpoint, "--checkpoint", args.device)
-    args = take_rules(args, checkpoint["config"])
-    data, args = load_rows(args)
-    height, width, n = data["height"], data["width"], data["cell"].shape[1]
-    if isinstance(model, WorldMLP) and (model.height, model.width, model.num_players) != (height, width, n):
-        raise Refused(f"--checkpoint {args.checkpoint} is a plain model for {model.height}x{model.width} with "
-                      f"{model.num_players} players, the rows are of {height}x{width} with {n}")
-    folder = open_run(args)
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    print(f"[INFO] loaded model. obs_shape=({height}, {width}, {n + 3}), action_dim={NUM_ACTIONS}")
-    print(f"[INFO] dataset size={rows_of(data)}, inferred n_agents={n}")
-
-    totals = Totals(n + 3)
-    turned = data | {"actions": rotated(data["actions"], args)}
-    chunks = math.ceil(rows_of(data) / 2048)
-    for number, (_, out) in enumerate(tqdm(predict_rows(model, turned), total=chunks, desc="testing", leave=False,
-                                           dynamic_ncols=True)):
-        rows = torch.arange(number * 2048, min(number * 2048 + 2048, rows_of(data)), device=args.device)
-        batch = pick_rows(data, rows)
-        true = unpack(batch["next_cell"], batch["next_ground"], height, width)
-        totals.add(batch, out, true, args)
-    results = totals.results()
-    print("\n=== Metrics ===")
-    print(f"Obs  MSE (mean over B,C,H,W): {results['obs_mse']:.4g}")
-    print(f"Obs  PSNR: {results['psnr']:.2f} dB")
-    print(f"Rew  MSE:  {results['reward_mse']:.4g}")
-    print("Per-channel MSE:")
-    for plane, error in enumerate(results["plane_mse"]):
-        print(f"  ch[{plane}]: {error:.6e}")
-
-    percent = lambda share: f"{100 * share:.3f} %"
-    print("\n=== Exactness ===")
-    print(f"next views exact after rounding: {percent(results['exact'])}")
-    print(f"rewards right to 0.01: {percent(results['reward_exact'])}")
-    for kind, right in results["reward_exact_by_catch"].items():
-        print(f"  {kind}: {percent(right['exact'])} of {right['rows']}")
-    print(f"ends right: {percent(results['end_exact'])} (own game {percent(results['own_end'])}, "
-          f"episode {percent(results['episode_end'])})")
-    print(f"legal actions of the predicted view right: {percent(results['legal_exact'])}")
-    if isinstance(model, WorldModel) and n <= TABLE_PLAYERS and not args.rotate_actions:
-        results["tables_exact"] = tables_exact(model, data)
-        print(f"tables of the search, view, reward and ends together: {percent(results['tables_exact'])}")
-
-    print("\n=== Breaches of the rules ===")
-    for kind, count in results["breaches"].items():
-        print(f"  {kind}: {count}")
-
-    long = rollout_rows(args, data)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    results["rollout"], results["rollout_breaches"], results["rollouts"], curve = {}, {}, {}, []
-    print("\n=== Open-loop rollouts under the true actions ===")
-    for steps in ROLLOUT_STEPS if args.rollouts else ():
-        starts = window_starts(long, steps)
-        starts = starts[torch.randperm(len(starts), generator=generator, device=args.device)[:args.rollouts]]
-        if not len(starts):
-            print(f"  {steps} steps: no episode is that long")
-            continue
-        exact, breached, _ = roll_out(model, long, starts, steps, args)
-        curve = exact.double().mean(1).tolist()
-        results["rollout"][str(steps)] = curve[-1]
-        results["rollout_breaches"][str(steps)] = int(breached.sum())
-        results["rollouts"][str(steps)] = len(starts)
-        print(f"  {steps} steps: {percent(curve[-1])} exact to the last cell, {int(breached.sum())} breaches, "
-              f"{len(starts)} rollouts")
-
-    rows, error = totals.calibration()
-    results["calibration_error"] = error
-    print_table("calibration of the cells", [["predicted", "cells", "mean predicted", "came true"]] + [
-        [f"{low:.1f} to {high:.1f}", str(cells), f"{mean:.6f}", f"{share:.6f}"] for low, high, cells, mean, share in rows])
-    print(f"expected calibration error: {error:.2e}")
-    save_json(os.path.join(folder, "results.json"), results)
-
-    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
-
-    writer = SummaryWriter(folder)
-    for key in ("obs_mse", "psnr", "reward_mse", "exact", "reward_exact", "end_exact", "calibration_error"):
-        writer.add_scalar(f"world_model_test/{key}", results[key], 0)
-    for kind, count in results["breaches"].items():
-        writer.add_scalar(f"world_model_test/breaches/{kind.replace(' ', '_')}", count, 0)
-    for step, share in enumerate(curve, start=1):
-        writer.add_scalar("world_model_test/rollout_exact", share, step)
-    for plane, name in enumerate(plane_names(n)):
-        writer.add_histogram(f"world_model_test/{name}", torch.cat([part["view"] for part in totals.kept])[..., plane], 0)
-    for tag, path in draw_test(folder, totals, curve, args).items():
-        add_picture(writer, tag, path, 0)
-    for steps in reversed(ROLLOUT_STEPS):
-        starts = window_starts(long, steps)
-        if len(starts):
-            frames = imagined_episode(model, long, eventful(long, starts, steps), steps, args)
-            add_gif(writer, "imagined_episode", frames, 0, os.path.join(folder, "pictures", "imagined_episode.gif"))
-            break
-    writer.close()
-    print(f"\nPictures and results.json are in {folder}")
-    return 0
+def run_script(args_class, main):
+    """Reads the flags and runs main; what is refused is one line and exit code 2."""
+    try:
+        sys.exit(main(tyro.cli(args_class)))
+    except Refused as refusal:
+        print(f"error: {refusal}", file=sys.stderr)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
     python benchmark/model_speed.py                                  trains a model first (a minute)
     python benchmark/model_speed.py --checkpoint runs/x/checkpoint.pt --threads 2
 
-One transition is one joint move of all players seen by one of them: next view, reward and both ends. "tables, packed"
-takes and gives cells and ground bits, "tables, planes" planes of bytes, "networks" gives probabilities; "game" is
+One transition is one joint move of all players seen by one of them: next state, reward and end. "tables" are the
+model of the search, states in and out; "network" takes a player's planes and gives probabilities; "game" is
 BatchedStagHunt.advance, the true rules, with the same batch. Prints a Markdown table, the median of 5 repeats with the
 slowest and the fastest, and writes each row as it comes to `--folder`; rows that are there are not measured again.
 """
@@ -59,22 +59,18 @@ def transitions_per_second(call, batch):
 @torch.no_grad()
 def calls(model, board, batch):
     """What is measured: {name: function}."""
-    data = script.collect(board, batch, seed=1)
-    rows = script.pick_rows(data, torch.arange(batch))
+    rows = script.collect(board, batch, seed=1)
     height, width, players = board["height"], board["width"], board["num_players"]
     tables = model.tabulate(height, width, players)
-    view = script.unpack(rows["cell"], rows["ground"], height, width)
-    rest = rows["actions"], rows["step"], rows["steps_left"]
+    view, actions, left = script.views_of(rows), rows["actions"], rows["deadline"] - rows["clock"]
     game = script.BatchedStagHunt(batch, **board)
-    start = game.get_state()
 
     def play():
-        game.cell, game.board, game.clock = start["cell"].T.contiguous(), start["board"].T.contiguous(), start["clock"]
-        game.advance(rows["actions"])
+        game.cell, game.board, game.clock, game.deadline = (rows[name] for name in ("cell", "board", "clock", "deadline"))
+        game.advance(actions.T)
 
-    return {"tables, packed": lambda: tables.step(rows["cell"], rows["ground"], *rest),
-            "tables, planes": lambda: tables.step_view(view, *rest),
-            "networks": lambda: model(view, *rest), "game": play}
+    return {"tables": lambda: tables.step(rows, actions),
+            "network": lambda: model(view, actions.T, rows["clock"], left), "game": play}
 
 
 def table(done):

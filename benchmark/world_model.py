@@ -1,6 +1,6 @@
 """Trains world models over several seeds, tests each on many boards, and prints medians and ranges as Markdown tables.
 
-    python benchmark/world_model.py                       everything, 5 seeds (about an hour on one core)
+    python benchmark/world_model.py                       everything, 5 seeds (about 40 minutes on one core)
     python benchmark/world_model.py --only default --seeds 1 2 3
 
 Each training and each test is an ordinary run in `--folder`, by the scripts' own command lines. One that is finished is
@@ -39,9 +39,7 @@ MODELS = {
     "rewards 7 and 2": ("--stag-reward 7 --hare-reward 2", OWN_BOARD),
     "prosocial": ("--prosocial", OWN_BOARD),
     "strengths 1 2 3 4": ("--strengths 1 2 3 4", OWN_BOARD),
-    "trained through 3 own steps": ("--rollout-steps 3", OWN_BOARD),
     "with 6 players": ("--boards 4x4 8x8 8x8b5 5x5p6", {"5x5, 6 players": "--height 5 --width 5 --num-players 6" + FEW}),
-    "mlp": ("--model mlp --boards 4x4", OWN_BOARD),
 }
 
 

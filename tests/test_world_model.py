@@ -1,4 +1,4 @@
-"""train_world_model.py and test_obs_reward_model.py: the rows, the model's make, what it learns, the report, resuming."""
+"""train_world_model.py and test_obs_reward_model.py: rows, the model's make, what it learns, the report, resuming."""
 
 import json
 import os
@@ -13,10 +13,12 @@ import torch
 
 import test_obs_reward_model as tester
 import train_world_model as script
+from envs import batched
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SMALL = dict(boards=("4x4", "5x6b2"), rows=20_000, held_out_rows=1000, num_updates=600, batch_size=512, check_every=400,
-             save_every=1e9)
+SMALL = dict(boards=("4x4", "5x6b2"), rows=10_000, held_out_rows=1000, num_updates=400, batch_size=1024,
+             check_every=400, save_every=1e9)
+BOARDS = ["4x4", "6x5b2p3", "5x5p6s2"]
 
 
 def flags(tmp_path, **changes):
@@ -27,17 +29,15 @@ def board(text="4x4", **changes):
     return script.parse_board(text, script.Args(**changes))
 
 
-def view_of(batch, prefix=""):
-    return script.unpack(batch[prefix + "cell"], batch[prefix + "ground"], batch["height"], batch["width"])
+def state_of(rows):
+    """The states of rows, as a search carries them."""
+    previous = torch.zeros_like(rows["actions"], dtype=torch.uint8)
+    return {**{name: rows[name] for name in ("cell", "board", "clock", "deadline")}, "previous": previous}
 
 
-def predict(model, batch):
+def predict(model, rows):
     with torch.no_grad():
-        return model(view_of(batch), batch["actions"], batch["step"], batch["steps_left"])
-
-
-def all_rows(data):
-    return script.pick_rows(data, torch.arange(script.rows_of(data)))
+        return model(script.views_of(rows), rows["actions"].T, rows["clock"], rows["deadline"] - rows["clock"])
 
 
 @pytest.fixture(scope="module")
@@ -56,84 +56,86 @@ def model(trained):
 # ------------------------------------------------------------------------------------------ rows
 
 
-def test_what_others_do_on_the_own_cell_is_no_gift():
-    batch = all_rows(script.collect(board("4x4"), 3000, 8, gathered=0.8))
-    net, other = random_model(1), random_model(1)
-    with torch.no_grad():
-        other.gift[-1].bias.add_(1.0)  # whoever is elsewhere, and there, now gives one more
-        reward = [model.hard_step(batch["cell"], batch["ground"], batch["actions"], 4, 4)[2] for model in (net, other)]
-    difference, cell = (reward[1] - reward[0]) / net.reward_scale, batch["cell"]
-    elsewhere = ((cell[:, 1:] != cell[:, :1]) & (cell[:, 1:] < 16) & (cell[:, :1] < 16)).sum(1)
-    assert (difference - elsewhere).abs().max() < 1e-4 and elsewhere.max() > 1 and elsewhere.min() == 0
-
-
-@pytest.mark.parametrize("text", ["4x4", "6x5b2p3", "5x5p6s2"])
+@pytest.mark.parametrize("text", BOARDS)
 def test_views_are_those_of_the_game(text):
-    game = script.BatchedStagHunt(200, seed=3, **board(text))
+    game = batched.BatchedStagHunt(200, seed=3, **board(text))
+    generator = torch.Generator().manual_seed(1)
     for _ in range(8):
-        game.reset(game.advance(game.random_actions())["terminated"])
+        actions = torch.randint(7, game.cell.T.shape, generator=generator)
+        game.reset(game.advance(actions)["terminated"])
     observation, n = game.observe(), game.num_players
     for ego in range(n):
-        order = (ego + torch.arange(n)) % n
-        view = script.unpack(game.cell.T[:, order], script.ground_bits(game), game.height, game.width)
+        cell = game.cell[(ego + torch.arange(n)) % n]
+        view = script.unpack(cell, game.board, game.height, game.width)
         assert torch.equal(view, observation["observation"][:, ego])
         assert torch.equal(tester.legal_actions(view), observation["action_mask"][:, ego])
-        cell, ground = script.pack(view)
-        assert torch.equal(cell, game.cell.T[:, order]) and torch.equal(ground, script.ground_bits(game))
+        packed, packed_board = script.pack(view)
+        assert torch.equal(packed, cell) and torch.equal(packed_board, game.board)
 
 
 @pytest.mark.parametrize("gathered", [0.0, 0.5])
 def test_rows_of_an_episode_follow_one_another(gathered):
-    data = script.collect(board("4x4"), 5000, 1, gathered=gathered)
-    now, after = slice(0, -1), slice(1, None)
-    same = data["episode"][now] == data["episode"][after]
-    assert torch.equal(data["next_cell"][now][same], data["cell"][after][same])
-    assert torch.equal(data["next_ground"][now][same], data["ground"][after][same])
-    assert torch.equal(data["step"][now][same] + 1, data["step"][after][same])
-    assert not data["terminated"][now][same].any()
-    assert data["terminated"][now][~same].float().mean() > 0.5  # the others were cut off by the end of the collecting
-    assert (data["cell"][:, 0] < 16).all()  # the player whose rows they are is there
-    assert (data["cell"][:, 1:] == 16).any()  # others have left
-    starts = script.window_starts(data, 5)
-    for step in range(5):
-        assert torch.equal(data["episode"][starts], data["episode"][starts + step])
+    rows = script.collect(board("4x4"), 5000, 1, gathered=gathered)
+    now, after = script.pick(rows, slice(0, -1)), script.pick(rows, slice(1, None))
+    same = now["episode"] == after["episode"]
+    assert torch.equal(now["next_cell"][:, same], after["cell"][:, same])
+    assert torch.equal(now["next_board"][:, same], after["board"][:, same])
+    assert torch.equal(now["clock"][same] + 1, after["clock"][same])
+    assert torch.equal(now["deadline"][same], after["deadline"][same])
+    assert not now["terminated"][0, same].any()
+    assert now["terminated"][0, ~same].float().mean() > 0.5  # the others were cut off by the end of the playing
+    assert (rows["cell"][0] < 16).all()  # the player whose rows they are is there
+    assert (rows["cell"][1:] == 16).any()  # others have left
+    steps = torch.arange(5)
+    for start in tester.window_starts(rows, 5).tolist():
+        assert len(set(rows["episode"][start + steps].tolist())) == 1
 
 
 def test_rows_obey_the_rules_and_are_rich():
     """The checks of the tester find nothing in what really happened, and every kind of catch."""
-    data = script.collect(board("4x4"), 20_000, 2)
-    batch, args = all_rows(data), tester.Args()
-    breaches = tester.count_breaches(batch, view_of(batch, "next_").float(), batch["reward"], args)
-    assert {kind: int(rows.sum()) for kind, rows in breaches.items()} == dict.fromkeys(tester.BREACHES, 0)
-    _, number, stag, _ = tester.rules_of_catch(batch, 2)
-    kinds = {tester.catch_kind(*key) for key in tester.group_rows(number, stag)}
+    rows, args = script.collect(board("4x4"), 20_000, 2), tester.Args()
+    view = script.views_of(rows, after=True).float()
+    breaches = tester.count_breaches(rows, view, rows["reward"][0], args)
+    assert not any(where.any() for where in breaches.values())
+    _, number, stag = tester.catches(rows, 2)
+    kinds = set(map(tester.catch_kind, number.tolist(), stag.tolist()))
     assert kinds == {"none", "hare", "shared hare", "stag with 2", "stag with 3", "stag with 4"}
-    legal = tester.legal_actions(view_of(batch))
-    illegal = ~legal.gather(1, batch["actions"][:, :1])[:, 0]
-    assert illegal.any() and (data["over"] & (data["steps_left"] == 1)).any()
+    legal = rows["board"].gather(0, rows["cell"]) >> rows["actions"] & 1
+    assert (legal[0] == 0).any() and (rows["over"] & (rows["deadline"] - rows["clock"] == 1)).any()
+
+
+def test_a_place_is_where_a_player_went():
+    rows = script.collect(board("6x5b2p3"), 3000, 3, gathered=0.5)
+    reach = script.neighbours(6, 5, "cpu")[rows["cell"]]
+    reach = torch.cat([reach, torch.full_like(reach[..., :1], 30)], -1)
+    assert torch.equal(reach.gather(-1, rows["place"][..., None])[..., 0], rows["next_cell"])
+    assert script.place_of(torch.tensor([0, 0]), torch.tensor([2, 10]), 5, 30).tolist() == [script.GONE + 1] * 2
 
 
 def test_rows_go_through_a_file(tmp_path):
-    data = script.collect(board("5x6b2"), 500, 3)
+    rows = script.collect(board("5x6b2"), 500, 3)
     path = str(tmp_path / "rows.npz")
-    script.save_data(path, data)
+    script.save_data(path, rows)
     again = script.load_data(path, "--data")
-    for key, value in data.items():
-        assert torch.equal(value, again[key]) if isinstance(value, torch.Tensor) else value == again[key]
+    assert rows.keys() == again.keys()
+    for name, part in rows.items():
+        assert torch.equal(part, again[name]) if isinstance(part, torch.Tensor) else part == again[name], name
 
 
-def test_rarity_is_its_formula():
-    data = script.collect(board("4x4"), 300, 4, gathered=0.5)
-    cases = []
-    for cell, ground, actions in zip(data["cell"].tolist(), data["ground"].tolist(), data["actions"].tolist()):
-        cases.append([(ground[c] if c < 16 else 0, actions[i],
-                       tuple(sorted(actions[j] for j in range(4) if j != i and cell[j] == c)), c < 16)
-                      for i, c in enumerate(cell)])
-    number = {}
-    for case in sum(cases, []):
-        number[case[:3]] = number.get(case[:3], 0) + 1
-    slow = [sum(number[case[:3]] ** -0.5 for case in row if case[3]) for row in cases]
-    assert torch.allclose(script.rarity(data), torch.tensor(slow, dtype=torch.float64))
+def test_a_file_may_tell_the_own_reward_alone(tmp_path):
+    rows = script.collect(board("4x4"), 500, 3)
+    path = str(tmp_path / "rows.npz")
+    script.save_data(path, {**rows, "reward": rows["reward"][:1], "terminated": rows["terminated"][:1]})
+    with np.load(path) as file:
+        columns = dict(file)
+    columns |= {name: columns[name][:, 0] for name in ("reward", "terminated")}
+    np.savez(path, **columns)
+    again = script.load_data(path, "--data")
+    assert torch.equal(again["reward"], rows["reward"][:1])
+    assert torch.equal(again["terminated"], rows["terminated"][:1])
+    net = script.WorldModel(16)
+    alone, everybody = net.loss(again), net.loss(rows)
+    assert torch.equal(alone["planes"], everybody["planes"]) and alone["reward"].isfinite()
 
 
 # ------------------------------------------------------------------------------------ by its make
@@ -149,122 +151,142 @@ def random_model(seed=0):
     return net
 
 
-@pytest.mark.parametrize("text", ["4x4", "6x5b2p3"])
+def test_a_token_is_its_formula():
+    rows = script.collect(board("5x5p6s2"), 300, 4, gathered=0.8)
+    token = script.tokens(rows["cell"], rows["board"], rows["actions"])
+    for s, (cell, actions) in enumerate(zip(rows["cell"].T.tolist(), rows["actions"].T.tolist())):
+        for i in range(6):
+            if cell[i] < 25:
+                others = [actions[j] for j in range(6) if j != i and cell[j] == cell[i]]
+                slow = actions[i] + 8 * rows["board"][cell[i], s].item()
+                slow += sum(others.count(a) << 10 + 3 * a for a in range(7))
+                assert token[i, s] == slow
+
+
+def test_the_network_sees_the_whole_token():
+    """Tokens that differ are told apart: no two inputs of `read` are the same."""
+    rows = script.collect(board("5x5p6s2"), 3000, 4, gathered=0.8)
+    token = script.tokens(rows["cell"], rows["board"], rows["actions"])[rows["cell"] < 25].unique()
+    seen = []
+    net = random_model()
+    net.pay.register_forward_pre_hook(lambda _, x: seen.append(x[0]))
+    net.read(token)
+    assert seen[0].shape == (len(token), 63) and len(seen[0].unique(dim=0)) == len(token) > 1000
+
+
+@pytest.mark.parametrize("text", BOARDS)
 def test_no_weights_can_move_a_player_by_two_cells(text):
-    batch = all_rows(script.collect(board(text), 500, 5))
-    view, out = view_of(batch), predict(random_model(), batch)
-    before, after = view[..., :-3].permute(0, 3, 1, 2).float(), out["view"][..., :-3].permute(0, 3, 1, 2)
+    rows = script.collect(board(text), 500, 5)
+    before = script.views_of(rows)[..., :-3].permute(0, 3, 1, 2).float()
+    after = predict(random_model(), rows)["view"][..., :-3].permute(0, 3, 1, 2)
     near = torch.nn.functional.max_pool2d(before, 3, 1, 1)
     assert after[near == 0].abs().max() == 0
     total = after.sum((2, 3))
     assert (total <= 1 + 1e-5).all() and (total[before.sum((2, 3)) == 0] == 0).all()
 
 
-def test_order_of_the_co_players_is_only_theirs():
-    batch = all_rows(script.collect(board("5x6b2"), 500, 6))
-    net = random_model()
-    with torch.no_grad():
-        for parameter in net.parameters():
-            parameter.mul_(0.3)  # so that rounding does not show
-    order = [0, 3, 1, 2]
-    planes = order + [4, 5, 6]
-    soft = torch.rand(view_of(batch).shape, generator=torch.Generator().manual_seed(1)) * view_of(batch)
-    with torch.no_grad():
-        out = net(soft, batch["actions"], batch["step"], batch["steps_left"], soft=True)
-        turned = net(soft[..., planes], batch["actions"][:, order], batch["step"], batch["steps_left"], soft=True)
-    assert (turned["view"] - out["view"][..., planes]).abs().max() <= 1e-6
-    for key in ("reward", "terminated", "over"):
-        assert (turned[key] - out[key]).abs().max() <= 1e-6
+def test_nothing_changes_where_nobody_stands():
+    rows = script.collect(board("6x5b2p3"), 500, 5)
+    before, after = script.views_of(rows), predict(random_model(), rows)["view"]
+    empty = before[..., :-3].sum(-1) == 0
+    assert torch.equal(after[..., -3:][empty], before[..., -3:][empty].float())
+    assert torch.equal(after[..., -3], before[..., -3].float())  # obstacles anyhow
+    assert (after[..., -2:] <= before[..., -2:]).all()  # prey never appears
 
 
-def test_order_of_the_co_players_in_the_trained_model(model):
-    batch = all_rows(script.collect(board("4x4"), 2000, 7))
-    order, planes = [0, 2, 3, 1], [0, 2, 3, 1, 4, 5, 6]
-    out = predict(model, batch)
-    turned = predict(model, batch | {"cell": batch["cell"][:, order], "actions": batch["actions"][:, order]})
-    assert (turned["view"] - out["view"][..., planes]).abs().max() <= 1e-6
-    for key in ("reward", "terminated", "over"):
-        assert (turned[key] - out[key]).abs().max() <= 1e-6
+def test_order_of_the_co_players_is_only_theirs(model):
+    rows = script.collect(board("5x6b2"), 2000, 6, gathered=0.5)
+    order, planes = [0, 3, 1, 2], [0, 3, 1, 2, 4, 5, 6]
+    for net in (random_model(), model):
+        out, turned = (predict(net, x) for x in (rows, {**rows, "cell": rows["cell"][order],
+                                                         "actions": rows["actions"][order]}))
+        assert (turned["view"] - out["view"][..., planes]).abs().max() <= 1e-5
+        for key in ("reward", "terminated", "over"):
+            assert (turned[key] - out[key]).abs().max() <= 1e-4
 
 
-@pytest.mark.parametrize("text", ["4x4", "6x5b2p3", "5x5p6s2"])
-def test_the_tables_are_the_networks(text):
-    batch = all_rows(script.collect(board(text), 3000, 8, gathered=0.5))
+def test_what_others_do_on_the_own_cell_is_no_gift():
+    rows = script.collect(board("4x4"), 3000, 8, gathered=0.8)
+    net, cell = random_model(1), rows["cell"]
+    pay = torch.tensor([0.0, 1.0]).expand(*cell.shape, 2)
+    given = net.earned(pay, cell, 16)
+    elsewhere = ((cell[1:] != cell[:1]) & (cell[1:] < 16)).sum(0)
+    assert torch.equal(given[0], elsewhere.float()) and elsewhere.max() > 1 and elsewhere.min() == 0
+    assert (given[cell == 16] == 0).all()
+
+
+def test_whether_others_pay_shows_in_the_rows():
+    for changes, pays in (({}, False), (dict(prosocial=True), True), (dict(time_reward=-0.1), False)):
+        assert script.others_pay(script.collect(board("4x4", **changes), 3000, 8, gathered=0.8)) == pays
+
+
+@pytest.mark.parametrize("text", BOARDS)
+@pytest.mark.parametrize("gives", [False, True])
+def test_the_tables_are_the_networks(text, gives):
+    rows = script.collect(board(text), 3000, 8, gathered=0.5)
     net = random_model(1)
-    tables = net.tabulate(batch["height"], batch["width"], batch["cell"].shape[1])
-    rest = batch["actions"], batch["step"], batch["steps_left"]
+    net.gives.fill_(gives)
+    tables = net.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    assert tables.gives == gives
+    state, reward, over = tables.step(state_of(rows), rows["actions"])
+    out = predict(net, rows)
+
+    token = script.tokens(rows["cell"], rows["board"], rows["actions"])
     with torch.no_grad():
-        scores, shares, here, reach, present, _ = net.look(batch["cell"], batch["ground"], batch["actions"],
-                                                           batch["height"], batch["width"])
-        best = scores.argmax(-1)
-        reward = script.settle(net.add_shares(shares, present, batch["cell"][:, 1:] != batch["cell"][:, :1]), net.rewards)
-    place = torch.cat([reach, torch.full_like(reach[..., :1], tables.cells)], -1).gather(2, best[..., None])[..., 0]
-    place = torch.where(present > 0, place, tables.cells)
-    cell, ground, table_reward, terminated, over = tables.step(batch["cell"], batch["ground"], *rest)
-    assert torch.equal(cell, place)
-    assert torch.allclose(table_reward, reward, atol=1e-4)
-    planes = predict(net, batch)["view"]
-    assert torch.equal(ground, script.pack(planes)[1])
-    prey = script.bits_of(ground).sum(1)
-    left = (cell < tables.cells).float()
+        places = net.read(token.flatten())[0].argmax(1).view(token.shape)
+    reach = script.neighbours(rows["height"], rows["width"], "cpu")[rows["cell"]]
+    reach = torch.cat([reach, torch.full_like(reach[..., :1], tables.cells)], -1)
+    assert torch.equal(state["cell"], reach.gather(-1, places[..., None])[..., 0])
+    planes = script.unpack(state["cell"], state["board"], rows["height"], rows["width"])
+    assert torch.equal(planes[..., -3:], (out["view"][..., -3:] > 0.5).to(torch.uint8))
+    assert torch.allclose(reward, out["reward"], atol=1e-4)
+
+    own, left = script.what_is_left(state["cell"], state["board"])
     with torch.no_grad():
-        end = net.read_end(left[:, 0], left.sum(1), prey[:, 1], prey[:, 2], batch["step"], batch["steps_left"]) > 0
-    assert torch.equal(terminated, end[:, 0]) and torch.equal(over, end[:, 1])
-    view, *more = tables.step_view(view_of(batch), *rest)
-    assert torch.equal(view, script.unpack(cell, ground, batch["height"], batch["width"]))
-    assert all(torch.equal(one, two) for one, two in zip(more, (table_reward, terminated, over)))
+        end = net.read_end(own, left, rows["clock"], rows["deadline"] - rows["clock"])[0] > 0
+    assert torch.equal(over, end.any(1))
+    assert torch.equal(state["previous"], rows["actions"].to(torch.uint8))
+    assert torch.equal(state["clock"], rows["clock"] + 1) and torch.equal(state["deadline"], rows["deadline"])
 
 
-@pytest.mark.parametrize("text", ["4x4", "6x5b2p3", "5x5p6s2"])
-def test_the_short_cuts_of_a_trained_model_are_exact(model, text):
-    batch = all_rows(script.collect(board(text), 3000, 8, gathered=0.5))
-    tables = model.tabulate(batch["height"], batch["width"], batch["cell"].shape[1])
-    assert tables.one_look and tables.empty_stays
-    rows = batch["cell"], batch["ground"], batch["actions"], batch["step"], batch["steps_left"]
-    short = tables.step(*rows)
-    tables.one_look = tables.empty_stays = False
-    assert all(torch.equal(one, two) for one, two in zip(short, tables.step(*rows)))
-    cell, ground = script.pack(predict(model, batch)["view"])
-    assert torch.equal(short[0], cell) and torch.equal(short[1], ground)
+@pytest.mark.parametrize("text", BOARDS)
+def test_the_tables_of_a_trained_model_are_its_forward(model, text):
+    rows = script.collect(board(text), 3000, 8, gathered=0.5)
+    tables = model.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    assert not tables.gives  # nobody gives anything in this game
+    state, reward, over = tables.step(state_of(rows), rows["actions"])
+    out = predict(model, rows)
+    cell, ground = script.pack(out["view"])
+    assert torch.equal(state["cell"], cell) and torch.equal(state["board"], ground)
+    assert torch.allclose(reward, out["reward"], atol=1e-5)
+    assert torch.equal(over, (out["terminated"] > 0.5) | (out["over"] > 0.5))
 
 
-def test_a_soft_view_of_zeros_and_ones_is_a_hard_one():
-    batch = all_rows(script.collect(board("6x5b2p3"), 300, 9))
-    net = random_model(2)
-    hard = predict(net, batch)
-    with torch.no_grad():
-        soft = net(view_of(batch).float(), batch["actions"], batch["step"], batch["steps_left"], soft=True)
-    for key in hard:
-        assert torch.allclose(hard[key], soft[key], atol=1e-5)
-
-
-def test_gradients_pass_through_own_steps():
-    data = script.collect(board("4x4"), 2000, 10)
-    net = random_model(3)
-    rows = script.window_starts(data, 3)[:50]
-    terms = script.rollout_terms(net, data, rows, 3)
-    assert len(terms) == 2
-    batch = script.pick_rows(data, rows)
-    view = view_of(batch).float().requires_grad_()
-    out = net(view, batch["actions"], batch["step"], batch["steps_left"], soft=True)
-    net(out["view"], batch["actions"], batch["step"], batch["steps_left"], soft=True)["view"][..., 0].square().sum().backward()
-    assert view.grad.abs().sum() > 0
+def test_a_step_leaves_the_state_before_as_it_is(model):
+    rows = script.collect(board("4x4"), 500, 8, gathered=0.5)
+    state = state_of(rows)
+    before = {name: part.clone() for name, part in state.items()}
+    model.tabulate(4, 4, 4).step(state, rows["actions"])
+    assert all(torch.equal(part, state[name]) for name, part in before.items())
 
 
 def test_settling_on_rewards_that_were_seen():
     known = torch.tensor([0.0, 0.25, 1 / 3, 0.5, 1.0, 5.0])
-    reward = torch.tensor([0.04, -0.05, 0.3, 0.45, 5.08, 3.0, 7.0], requires_grad=True)
-    settled = script.settle(reward, known)
-    assert settled.tolist() == pytest.approx([0.0, 0.0, 1 / 3, 0.5, 5.0, 3.0, 7.0])
-    settled.sum().backward()
-    assert reward.grad.tolist() == [1.0] * 7
+    reward = torch.tensor([0.04, -0.05, 0.3, 0.45, 5.18, 3.0, 7.0, 1.3])
+    assert script.settle(reward, known).tolist() == pytest.approx([0.0, 0.0, 1 / 3, 0.5, 5.0, 3.0, 7.0, 1.3])
 
 
-def test_inputs_never_met_stay_silent(model):
-    """Four others on a cell never occur among four players: their weights are exactly 0."""
-    weight = model.token[0].weight[:, -script.NUM_ACTIONS * script.COUNT_LEVELS:]
-    weight = weight.unflatten(1, (script.NUM_ACTIONS, script.COUNT_LEVELS))
-    assert (weight[:, :, 3:] == 0).all() and (weight[:, :, 0] != 0).any()
+def test_a_token_counts_by_the_root_of_how_often_it_occurs():
+    """Nine rows of one kind and one of another: the weights are 3 to 1."""
+    rows = script.collect(board("4x4p1s0"), 400, 1)
+    token = script.tokens(rows["cell"], rows["board"], rows["actions"])[0]
+    one = (token == token.mode().values).nonzero()[:9, 0]
+    other = (token != token.mode().values).nonzero()[:1, 0]
+    assert len(one) == 9
+    net = random_model()
+    loss = lambda which: net.loss(script.pick(rows, which))["planes"].sum()
+    mixed = (3 * loss(one) + loss(other)) / 4
+    assert torch.allclose(loss(torch.cat([one, other])), mixed, rtol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------- learned
@@ -273,32 +295,55 @@ def test_inputs_never_met_stay_silent(model):
 @pytest.mark.parametrize("text", ["4x4", "5x6b2", "7x6b1", "4x4s2"])
 def test_next_views_are_exact(model, text):
     check = script.measure(model, script.collect(board(text), 5000, 11))
-    assert check["exact"] >= 0.999 and check["end_exact"] >= 0.98 and check["obs_mse"] < 1e-5
+    assert check["exact"] >= 0.999 and check["end_exact"] >= 0.98 and check["obs_mse"] < 1e-4
+
+
+def test_few_steps_make_an_exact_model_for_the_search():
+    """10,000 steps of the game and 400 gradient steps: 99.9 % of fresh mixed steps are foreseen whole."""
+    rows = script.collect(board("4x4"), 10_000, 1, gathered=0.8)
+    run = script.Run(script.Args(), {"4x4": rows})
+    for update in range(400):
+        rate = 1e-2 * 0.5 * (1 + np.cos(np.pi * update / 400))
+        run.optimizer.param_groups[0]["lr"] = rate
+        terms = run.model.loss(script.pick(rows, torch.randint(10_000, (1024,), generator=run.generator)))
+        run.optimizer.zero_grad()
+        sum(term.sum() for term in terms.values()).backward()
+        run.optimizer.step()
+        run.model.shrink(0.06 * rate)
+    assert tester.tables_exact(run.model, script.collect(board("4x4"), 10_000, 2)) >= 0.999
 
 
 def test_actions_in_the_wrong_order_show(model):
     """The notes' fault: views rotated, actions not."""
-    data = script.collect(board("4x4"), 5000, 12)
-    wrong = script.measure(model, data | {"actions": data["actions"].roll(1, 1)})
+    rows = script.collect(board("4x4"), 5000, 12)
+    wrong = script.measure(model, {**rows, "actions": rows["actions"].roll(1, 0)})
     assert wrong["exact"] < 0.5 and wrong["obs_mse"] > 1e-3 < wrong["reward_mse"]
-    assert script.measure(model, data)["exact"] >= 0.999
+    assert script.measure(model, rows)["exact"] >= 0.999
 
 
-def test_another_game_is_learned_as_well(tmp_path):
-    args = dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0)
-    assert script.main(flags(tmp_path, boards=("4x4",), **args)) == 0
-    net = tester.load_world_model(str(tmp_path / "run" / "checkpoint.pt"), "--checkpoint")[0]
-    check = script.measure(net, script.collect(board("4x4", **args), 5000, 13))
-    assert check["exact"] >= 0.999 and check["reward_exact"] >= 0.99
-    assert script.measure(net, script.collect(board("4x4"), 5000, 13))["exact"] < 0.999
+@pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0),
+                                     dict(prosocial=True), dict(time_reward=-0.1)])
+def test_another_game_is_learned_as_well(tmp_path, changes):
+    assert script.main(flags(tmp_path, boards=("4x4",), **changes)) == 0
+    net = tester.load_world_model(str(tmp_path / "run"), "--checkpoint")[0]
+    rows = script.collect(board("4x4", **changes), 5000, 13)
+    check = script.measure(net, rows)
+    assert check["exact"] >= 0.999 and check["reward_exact"] >= 0.98
+    other = script.measure(net, script.collect(board("4x4"), 5000, 13))
+    assert min(other["exact"], other["reward_exact"]) < 0.999
+    assert net.tabulate(4, 4, 4).gives == changes.get("prosocial", False)
+    assert tester.tables_exact(net, rows) >= 0.98
 
 
-@pytest.mark.parametrize("changes", [dict(model="mlp", boards=("4x4",)), dict(rollout_steps=3, boards=("4x4",))])
-def test_other_ways_to_train_run(tmp_path, changes):
-    assert script.main(flags(tmp_path, num_updates=20, rows=2000, check_every=10, **changes)) == 0
-    with open(tmp_path / "run" / "results.json", encoding="utf-8") as file:
-        assert set(json.load(file)["boards"]["4x4"]) == {"obs_mse", "psnr", "reward_mse", "exact", "reward_exact",
-                                                         "end_exact"}
+def test_plane_weights_weigh(tmp_path):
+    for name, weights in (("equal", (1.0,) * 7), ("none", (0.0,) * 7)):
+        args = flags(tmp_path, boards=("4x4",), rows=2000, num_updates=150, plane_weights=weights, run_name=name)
+        assert script.main(args) == 0
+    equal, none = (tester.load_world_model(str(tmp_path / name), "--checkpoint")[0] for name in ("equal", "none"))
+    rows = script.collect(board("4x4"), 1000, 14)
+    assert script.measure(equal, rows)["exact"] > 0.5 > script.measure(none, rows)["exact"]
+    weights = script.plane_weights((2.0, 3.0, 1.0, 1.0, 1.0), 4, "cpu")
+    assert weights.tolist() == [2, 3, 3, 3, 1, 1, 1]
 
 
 def test_a_run_learns_from_the_rows_of_an_earlier_one(tmp_path):
@@ -308,6 +353,9 @@ def test_a_run_learns_from_the_rows_of_an_earlier_one(tmp_path):
     args = script.Args(**{**few, "runs_dir": str(tmp_path), "run_name": "second", "data": (str(tmp_path / "run"),),
                           "held_out_rows": 100})
     assert script.main(args) == 0
+    with open(tmp_path / "second" / "results.json", encoding="utf-8") as file:
+        check, = json.load(file)["boards"].values()
+    assert set(check) == {"obs_mse", "psnr", "reward_mse", "exact", "reward_exact", "end_exact"}
 
 
 # ----------------------------------------------------------------------------------------- report
@@ -319,28 +367,30 @@ def test_psnr_is_that_of_the_mse():
 
 
 def test_measure_is_its_formula(model):
-    data = script.collect(board("4x4"), 700, 14)
-    batch, check = all_rows(data), script.measure(random_model(), data)
-    out = predict(random_model(), batch)
-    true = view_of(batch, "next_").numpy()
+    rows = script.collect(board("4x4"), 700, 14)
+    check, out = script.measure(random_model(), rows), predict(random_model(), rows)
+    true = script.views_of(rows, after=True).numpy()
     assert check["obs_mse"] == pytest.approx(np.mean((out["view"].numpy() - true) ** 2.0), rel=1e-5)
-    assert check["reward_mse"] == pytest.approx(np.mean((out["reward"].numpy() - batch["reward"].numpy()) ** 2.0), rel=1e-5)
+    error = out["reward"].numpy() - rows["reward"][0].numpy()
+    assert check["reward_mse"] == pytest.approx(np.mean(error ** 2.0), rel=1e-5)
 
 
-def one_row(players, ground=(), actions=(4, 4)):
-    """A 3x3 row with two players: cells, {cell: bits}, actions."""
-    bits = torch.zeros(1, 9, dtype=torch.uint8)
-    for cell, value in dict(ground).items():
-        bits[0, cell] = value
-    return {"cell": torch.tensor([players]), "ground": bits, "actions": torch.tensor([actions]), "height": 3, "width": 3}
+def one_row(players, prey=(), blocks=(), actions=(4, 4)):
+    """A 3x3 row with two players: where they are, {cell: plane of its prey}, obstacles, actions."""
+    planes = torch.zeros(3, 1, 9, dtype=torch.uint8)  # obstacles, stags, hares
+    for cell, plane in [*dict(prey).items(), *((cell, 0) for cell in blocks)]:
+        planes[plane, 0, cell] = 1
+    blocks, stags, hares = planes.unflatten(2, (3, 3))
+    return {"cell": torch.tensor(players)[:, None], "board": script.legal_bytes(1 - blocks, stags, hares),
+            "actions": torch.tensor(actions)[:, None], "height": 3, "width": 3}
 
 
 def breaches_of(row, change, reward=0.0):
     """What the tester counts where the prediction is the row's own view, changed by change(view [3, 3, 5])."""
-    view = view_of(row).float()
+    view = script.views_of(row).float()
     change(view[0])
     counted = tester.count_breaches(row, view, torch.tensor([reward]), tester.Args())
-    return [kind for kind, rows in counted.items() if rows.any()]
+    return [kind for kind, where in counted.items() if where.any()]
 
 
 def test_each_breach_of_the_rules_is_counted():
@@ -352,7 +402,7 @@ def test_each_breach_of_the_rules_is_counted():
     def both(*changes):
         return lambda view: [change(view) for change in changes]
 
-    row = one_row((0, 4), {1: 4, 8: 1, 5: 2})  # players on 0 and 4, a hare on 1, a stag on 5, an obstacle on 8
+    row = one_row((0, 4), {1: 2, 5: 1}, [8])  # players on 0 and 4, a hare on 1, a stag on 5, an obstacle on 8
     nothing = lambda view: None
     assert breaches_of(row, nothing) == []
     assert breaches_of(row, both(put(0, 0, 0), put(0, 3, 1))) == []  # one cell down
@@ -361,16 +411,21 @@ def test_each_breach_of_the_rules_is_counted():
     assert breaches_of(row, both(put(0, 0, 0.4), put(0, 1, 0.4))) == ["in no place"]
     assert breaches_of(row, put(0, 0, 0.1)) == ["vanishes without a catch"]
     assert breaches_of(one_row((0, 9)), put(1, 4, 1)) == ["player appears"]
-    assert breaches_of(one_row((0, 5), {8: 1}), both(put(1, 5, 0), put(1, 8, 1))) == ["walks into an obstacle"]
+    assert breaches_of(one_row((0, 5), {}, [8]), both(put(1, 5, 0), put(1, 8, 1))) == ["walks into an obstacle"]
     assert breaches_of(row, both(put(4, 1, 0), put(4, 2, 1))) == ["prey moves or appears", "prey vanishes without a catch"]
     assert breaches_of(row, put(2, 8, 0)) == ["obstacle changes"]
     assert breaches_of(row, nothing, 0.042) == ["reward without a catch"]
 
-    caught = one_row((1, 1), {1: 2}, (5, 5))  # both hunt the stag on 1
+    caught = one_row((1, 1), {1: 1}, (), (5, 5))  # both hunt the stag on 1
     assert breaches_of(caught, both(put(0, 1, 0), put(1, 1, 0), put(3, 1, 0)), 5.0) == []
-    alone = one_row((1, 1), {1: 2}, (5, 4))
+    alone = one_row((1, 1), {1: 1}, (), (5, 4))
     assert breaches_of(alone, both(put(0, 1, 0), put(3, 1, 0)), 10.0) == [
         "vanishes without a catch", "prey vanishes without a catch", "reward without a catch"]
+
+
+BREACHES = {"moves further than one cell", "in two places", "in no place", "vanishes without a catch",
+            "player appears", "walks into an obstacle", "prey moves or appears", "prey vanishes without a catch",
+            "obstacle changes", "reward without a catch"}
 
 
 def test_the_report(trained, tmp_path, capsys):
@@ -387,7 +442,7 @@ def test_the_report(trained, tmp_path, capsys):
     with open(tmp_path / "test" / "results.json", encoding="utf-8") as file:
         results = json.load(file)
     assert {"obs_mse", "psnr", "reward_mse", "exact", "reward_exact", "end_exact", "breaches", "rollout"} <= set(results)
-    assert set(results["breaches"]) == {*tester.BREACHES, "total"}
+    assert set(results["breaches"]) == BREACHES | {"total"}
     assert set(results["rollout"]) == {"1", "5", "10", "20", "35"}
     assert results["psnr"] == pytest.approx(10 * np.log10(1 / results["obs_mse"]))
     assert results["rollout"]["35"] >= 0.99 and results["tables_exact"] >= 0.95
@@ -411,7 +466,7 @@ def weights(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_stopping_and_resuming_changes_nothing(tmp_path):
-    few = ["--boards", "4x4", "--rows", 2000, "--held-out-rows", 200, "--num-updates", 700, "--check-every", 100,
+    few = ["--boards", "4x4", "--rows", 2000, "--held-out-rows", 200, "--num-updates", 500, "--check-every", 100,
            "--batch-size", 128, "--runs-dir", tmp_path]
     whole = start(*few, "--run-name", "whole")
     assert whole.wait(300) == 0
@@ -434,12 +489,12 @@ def test_stopping_and_resuming_changes_nothing(tmp_path):
     (dict(boards=("4x",)), "--boards"), (dict(boards=("2x2",)), "--boards 2x2"), (dict(boards=("4x4", "4x4")), "--boards"),
     (dict(height=6), "--height 6"), (dict(num_updates=0), "--num-updates 0"), (dict(plane_weights=(1.0, 2.0)), "--plane-weights"),
     (dict(plane_weights=(1.0,) * 8), "--plane-weights"), (dict(data=("nothing.npz",)), "--data"),
-    (dict(model="mlp"), "--model mlp"), (dict(rollout_steps=36), "--rollout-steps 36"),
+    (dict(boards=("6x6p9",)), "--boards 6x6p9"), (dict(data=("x.npz",), rows=9), "--rows 9"),
     (dict(learning_rate=float("nan")), "--learning-rate"), (dict(device="nowhere"), "--device"),
     (dict(resume="nowhere"), "--resume"), (dict(gathered=2.0), "--gathered"), (dict(stag_hunters=9), "--boards 4x4"),
 ])
 def test_refused_flags(tmp_path, changes, named):
-    few = {key: value for key, value in dict(rows=500, held_out_rows=100).items() if "data" not in changes}
+    few = {} if "data" in changes else dict(rows=500, held_out_rows=100)
     args = script.Args(**{**few, "runs_dir": str(tmp_path), **changes})
     with pytest.raises(script.Refused) as refusal:
         script.main(args)
@@ -485,8 +540,7 @@ def test_refused_data(tmp_path, kind):
 def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained):
     (tmp_path / "text.pt").write_text("no checkpoint")
     torch.save({"script": "another.py"}, tmp_path / "foreign.pt")
-    torch.save({"script": "train_world_model.py", "world_model": {}, "world_model_config": {"kind": "local"}},
-               tmp_path / "broken.pt")
+    torch.save({"script": "train_world_model.py", "world_model": {}}, tmp_path / "broken.pt")
     good = os.path.join(trained, "checkpoint.pt")
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
