@@ -339,10 +339,10 @@ def train(args, run, folder, writer, samples, held_out):
                 speed = (run.step - step_before) / (time.perf_counter() - begun) / run.batches
                 end_epoch(run, folder, writer, evaluation, held_out, {
                     "charts/learning_rate": learning_rate, "charts/SPS": speed * len(samples["x"])})
-            if interrupt.wanted or time.perf_counter() - saved > args.save_every:
+            if time.perf_counter() - saved > args.save_every:
                 saved = time.perf_counter()
                 run.save(args, folder)
-    run.save(args, folder)
+        run.save(args, folder)
     return evaluation
 
 
@@ -689,12 +689,12 @@ def load_goals(path, asked, args, prior, known):
 
 # ====================================================================================== scores
 
-LOSSES = ("moa", "moa_inferred", "hypotheses", "recon", "kl", "inference")  # that `predict` tells
+LOSSES = ("moa", "moa_inferred", "hypotheses", "recon", "kl", "inference")  # that `predict_lesson` tells
 DRAWS = 4  # of the inferred goal, over which predictions are averaged
 
 
 @torch.no_grad()
-def predict(run, lesson, generator):
+def predict_lesson(run, lesson, generator):
     """What the networks make of a lesson, each [L, M, ...]: losses, probabilities of the actions, goals.
 
     moa             -log-probability of the action, with the goal known in hindsight
@@ -723,13 +723,13 @@ def predict(run, lesson, generator):
 
 
 def predict_all(args, run, samples, most=None):
-    """What `predict` tells of the samples of the first games, in their order: a dict of [M, ...]."""
+    """What `predict_lesson` tells of the samples of the first games, in their order: a dict of [M, ...]."""
     length, each = samples["length"][:most], {}
     generator = seeded(0, "predictions", args.device)
     for games in length.argsort(descending=True, stable=True).split(512):
         lesson = make_lesson(args, run.known, samples, games)
         seen = lesson["seen"].flatten()
-        for name, value in predict(run, lesson, generator).items():
+        for name, value in predict_lesson(run, lesson, generator).items():
             if name not in each:
                 each[name] = value.new_empty(int(length.sum()), *value.shape[2:])
             each[name][lesson["rows"].flatten()[seen]] = value[0, seen]
@@ -1624,9 +1624,9 @@ def save_json(path, content):
     os.replace(path + ".new", path)
 
 
-def save_checkpoint(folder, content):
-    """Writes checkpoint.pt, whole or not at all."""
-    path = os.path.join(folder, "checkpoint.pt")
+def save_checkpoint(folder, content, name="checkpoint.pt"):
+    """Writes a checkpoint, whole or not at all."""
+    path = os.path.join(folder, name)
     torch.save({"script": SCRIPT, **content}, path + ".new")
     os.replace(path + ".new", path)
 

@@ -157,7 +157,7 @@ def test_the_goal_is_that_of_the_last_view_acted_in_within_the_horizon(samples, 
 def test_what_fills_up_a_lesson_changes_nothing(samples, args, run_of):
     """The losses of games side by side are the means over each game on its own, weighted by its samples."""
     games = [int(samples["length"].argmax()), int(samples["length"].argmin()), 7]
-    predict = lambda part: vae.predict(run_of, lesson_of(args, run_of, samples, part), vae.seeded(0, ""))
+    predict = lambda part: vae.predict_lesson(run_of, lesson_of(args, run_of, samples, part), vae.seeded(0, ""))
     together = predict(games)
     for place, game in enumerate(games):
         alone = predict([game])
@@ -191,6 +191,24 @@ def test_only_the_past_enters_the_inferred_goal(samples, args, run_of):
     means = [vae.infer_goals(run_of.known, lesson_of(args, run_of, content, [game]))[1][0, :cut + 1 - rows[0]]
              for content in (samples, changed)]
     assert torch.equal(*means)
+
+
+def test_models_side_by_side_are_models_alone(samples, args, run_of, monkeypatch):
+    monkeypatch.setattr(vae, "draw_goals", lambda mean, logvar, generator: mean)
+    monkeypatch.setattr(vae, "HINDSIGHT", 2.0)  # always told
+    make = lambda number: vae.OtherModel(number, vae.make_views(args), 32, args.goal_dim, args.hypotheses, 1)
+    together, alone = make(3), make(1)
+    lesson = lesson_of(args, run_of, samples)
+    lesson |= vae.pick_goals(*run_of.prior(lesson["x"].flatten(1, 2)), lesson["goal_step"])
+    three = {name: part if name in ("rows", "places", "ground") else part.expand(3, *part.shape[1:])
+             for name, part in lesson.items()}
+    losses = vae.others_loss(together, three | {"memory": together.start(20)}, run_of.generator)
+    for member in range(3):
+        alone.load_state_dict({name: part[member:member + 1] for name, part in together.state_dict().items()})
+        mine = vae.others_loss(alone, lesson | {"memory": alone.start(20)}, run_of.generator)
+        for name in losses:
+            torch.testing.assert_close(losses[name][member], mine[name][0], atol=1e-4, rtol=1e-4)
+    assert not torch.equal(together.goal[0], together.goal[1])
 
 
 def test_illegal_actions_have_no_probability(samples, args, run_of):
