@@ -1,37 +1,48 @@
-"""Goals and opponent models learned offline: the MOA-VAE and goal inference, from rule-based players' games.
+"""Goals and models of others learned offline, from games of rule-based players.
 
-    python pretrain_vae.py                                             goals, action model and inference (1 minute)
-    python pretrain_vae.py --height 8 --width 8 --max-blocks 5         the same on 8x8 with obstacles
-    python pretrain_vae.py --loss recon --kl-weight 1e-4 --vae-size 256 --epochs 30 --eval-every 5
-                                                                       goals that hold the whole view (2 minutes)
-    python pretrain_vae.py --save-data games.npz                       keep the games; --data games.npz loads them
-    tensorboard --logdir runs                                          losses, scores and pictures
+    python pretrain_vae.py                                        goals, and a model of others (1 minute)
+    python pretrain_vae.py --height 8 --width 8 --max-blocks 5    the same on 8x8 with obstacles
+    python pretrain_vae.py --loss recon --kl-weight 1e-4          goals that hold the whole board
+    python pretrain_vae.py --save-data games.npz                  keep the games; --data games.npz loads them
+    python hopplus_selfplay.py --vae-checkpoint runs/x            play with what was learned here
+    tensorboard --logdir runs                                     losses, scores and pictures
 
-It plays games of rule-based players whose kinds are drawn anew for each seat and episode, and learns from them
-  - the goal prior: a VAE that embeds a view as a goal. The goal of a sample in hindsight is the embedding of the view
-    that the player reaches within --horizon steps: the last one it acts in, where that is near enough;
-  - the action model (MOA): a player's view, the step and its goal -> its action probabilities;
-  - goal inference: everything seen of a player so far in this episode -> its goal, trained towards that embedding.
+It plays games of rule-based players, whose kinds are drawn anew for each seat and episode, and learns
 
-After each epoch it prints how well actions are predicted in games it never trained on, with the goal inferred from the
-past and with the goal known in hindsight, beside the best that any predictor could score on exactly these samples.
+    the goal prior      a VAE: a player's view -> a goal, and back to the board
+    the model of others what a player is after (goal inference, from what it was seen to do in this episode),
+                        and what it will do next, from its view and its goal (MOA)
+
+What a player is really after is told in hindsight: its goal is the goal prior's embedding of the view of the
+last step that it acts in, within --horizon steps. Goal inference is taught to foresee it.
+
+After an epoch the run prints how well actions are predicted in games it never trained on, with the goal
+inferred from the past and with the goal known in hindsight, beside the best that any predictor could score.
 Everything is left in `runs/<run name>/`: results.json, checkpoint.pt, pictures, moa_eval_epochN.csv and .npz.
 
 The file from top to bottom:
-    arguments   the flags
+    flags       what can be chosen, and what is refused
+    state       what a run keeps, and its random numbers
+    training    the loop, what it logs, the final report
+    games       played, kept and loaded; the samples in them
+    learning    lessons, goals in hindsight, the losses
+    scores      predictions beside their ceilings, what the goals tell of the players
+    tables      what is printed, files for each epoch, pictures
+    views       what a player sees, as a short list of facts
+    networks    goal prior, its decoder, model of others
     game        the batched stag hunt and its rules
     players     rule-based players
-    data        games played, kept and loaded; samples with their Bayes posterior over the players' kinds
-    networks    views, goal prior, action model, goal inference
-    learning    the losses, an epoch
-    scores      predictions against their ceilings, linear read-outs
-    outputs     run folder, tables, pictures
-    main        the loop
+    outputs     run folder, checkpoints, tables
+
+Letters in shapes:
+    N players    E episodes      S players' games, one for each seat and episode    M samples, or any rows
+    C cells      T steps         B games of a lesson, side by side                  J kinds of players
+    K facts      H hypotheses    G numbers in a goal                                L = P = 1 model
+A sample is one player's view and action in a step in which it is on the board.
 """
 
 import csv
 import dataclasses
-import hashlib
 import json
 import math
 import os
@@ -52,8 +63,7 @@ import torch.nn.functional as F
 import tyro
 from tqdm import tqdm
 
-# =================================================================================== arguments
-
+# ======================================================================================= flags
 
 @dataclass
 class GameArgs:
@@ -92,7 +102,7 @@ class RunArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
-    """threads that PyTorch may use; more help on a large network and an idle machine, and change the last digits"""
+    """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
     run_name: str | None = None
@@ -108,77 +118,1142 @@ class Args(RunArgs, GameArgs):
     num_players: int = 4
     """players of a game"""
     mix: tuple[str, ...] = ("ns", "nh")
-    """the kinds of rule-based players that are drawn anew for each seat and episode: random, ns, nh, nsh, patient-28,
-    noisy-ns, noisy-nh"""
+    """the kinds of rule-based players that are drawn anew for each seat and episode: random, ns, nh, nsh,
+    patient-28, noisy-ns, noisy-nh"""
     shares: tuple[float, ...] | None = None
     """how often each kind of the mix is drawn, in proportion (default: equally)"""
-    samples: int = 107_010
-    """samples to train on; one is one player's view and action, while it is on the board"""
-    held_out_samples: int = 40_000
-    """samples of other episodes, to score on"""
+    episodes: int = 15_000
+    """episodes to train on; with the default board and mix each holds about 30 samples"""
+    held_out_episodes: int = 1_500
+    """other episodes, to score on"""
     moa_samples: Literal["present", "rewarded"] = "present"
-    """samples of all players on the board, or only of those that ended with a catch"""
+    """learn from all players, or only from those that ended with a catch"""
     data: str | None = None
     """load the games from this file instead of playing them; its board and mix are taken over"""
     save_data: str | None = None
     """keep the games in this file"""
     init_from: str | None = None
-    """begin with the networks of this checkpoint.pt; with --epochs 0 they are only scored"""
+    """begin with the networks of this run or checkpoint; with --epochs 0 they are only scored"""
     loss: Literal["moa", "recon", "both"] = "moa"
-    """what shapes the goals, beside the KL term: predicting actions, rebuilding the view, or both. Whatever does not
-    shape them is still learned, on the goals as they are"""
-    kl_weight: float = 3e-3
+    """what shapes the goals, beside the KL term: predicting actions, rebuilding the board, or both. What does
+    not shape them is still learned, on the goals as they are"""
+    kl_weight: float = 1e-3
     """weight of the KL divergence of the goals from a standard normal"""
-    kl_warmup: int = 0
-    """epochs over which that weight rises from 0"""
-    inference_weight: float = 0.1
-    """weight of inferring the goal's mean and variance, beside predicting actions from the inferred goal (1)"""
-    horizon: int | None = None
-    """steps within which the view lies that is a sample's goal in hindsight (default: all up to the game's end)"""
+    horizon: int = 35
+    """steps within which a goal is looked for in hindsight"""
     goal_dim: int = 16
-    """numbers that make a goal"""
-    hypotheses: int = 16
-    """ways to play that goal inference weighs against each other"""
-    hidden_size: int = 128
-    """units in the hidden layers of the action model and of goal inference"""
+    """numbers in a goal"""
+    hypotheses: int = 8
+    """ways to play among which the inference of a goal tells"""
+    hidden_size: int = 64
+    """units in the hidden layers of the model of others"""
     vae_size: int = 128
-    """units in the hidden layers of the goal prior's encoder and decoder"""
-    epochs: int = 10
-    """times that training goes through its samples"""
-    batch_size: int = 64
+    """units in the hidden layers of the goal prior and its decoder"""
+    epochs: int = 3
+    """times that training goes through its games"""
+    batch_size: int = 256
     """players' games in a minibatch, each from its first to its last step"""
-    learning_rate: float = 5e-3
+    learning_rate: float = 1e-2
     """step size of Adam at the start; it falls to 0 over the epochs"""
-    max_grad_norm: float = 1.0
-    """gradients longer than this are shortened to it, for each of the three networks on its own"""
-    augment: bool = True
-    """turn and mirror the board and renumber the co-players at random in each minibatch"""
+    max_grad_norm: float = 0.5
+    """gradients of a network longer than this are shortened to it"""
     eval_every: int = 1
     """epochs between two scorings; the last is always scored"""
 
 
-# ======================================================================================== game
+RANGES = (
+    (1, math.inf, ("episodes", "held_out_episodes", "horizon", "goal_dim", "hypotheses", "hidden_size",
+                   "vae_size", "batch_size", "eval_every")),
+    (0, math.inf, ("epochs",)),
+    (0, 1e6, ("kl_weight",)),
+    (1e-9, 1e6, ("learning_rate", "max_grad_norm")),
+)
+
+
+def check_flags(args):
+    """Refuses flags that make no sense, alone or together."""
+    check_ranges(args, RANGES)
+    refuse_ignored(args, (
+        ("the goals of rule-based players, whom rewards do not move", True,
+         ("stag_reward", "hare_reward", "time_reward", "strengths", "prosocial")),
+        ("a --mix of one kind", len(args.mix) == 1, ("shares",)),
+        ("--data", args.data is not None, ("save_data",)),
+        ("--epochs 0", args.epochs == 0, ("batch_size", "learning_rate", "max_grad_norm", "eval_every")),
+    ))
+    for name in args.mix:
+        if player_rule(name)[3]:
+            raise Refused(f"--mix {name}: here no meeting has a second half in which it could swap prey")
+    if args.shares is not None:
+        shares = f"--shares {' '.join(f'{share:g}' for share in args.shares)}"
+        if len(args.shares) != len(args.mix) or not all(0 < share < math.inf for share in args.shares):
+            raise Refused(f"{shares} must be positive numbers, one for each of --mix {' '.join(args.mix)}")
+    if not args.mix:
+        raise Refused("--mix names no kind of player")
+    if args.epochs == 0 and args.init_from is None:
+        raise Refused("--epochs 0 trains nothing: name networks to score with --init-from")
+
+
+# ======================================================================================= state
 
 
 class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+def flag(name):
+    """A field's name as it is typed."""
+    return "--" + name.replace("_", "-")
+
+
+def check_ranges(args, ranges):
+    """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
+    for low, high, names in ranges:
+        for name in names:
+            value = getattr(args, name)
+            if value is not None and not low <= value <= high:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+                raise Refused(f"{flag(name)} {value} must {bounds}")
+
+
+def refuse_ignored(args, ignored):
+    """Refuses flags without effect; ignored are rows of (a choice, whether it is made, flags it ignores)."""
+    defaults = {field.name: field.default for field in dataclasses.fields(args)}
+    for choice, made, names in ignored:
+        for name in names:
+            value = getattr(args, name)
+            if made and value != defaults[name]:
+                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
+                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+class Saved:
+    """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
+
+    saved = ()
+
+    def state_dict(self):
+        """The state by name, for a checkpoint."""
+        state = {}
+        for name in self.saved:
+            part = getattr(self, name)
+            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
+            state[name] = get() if get else part
+        return state
+
+    def load_state_dict(self, state):
+        """Goes on from a state, or from a part of one."""
+        for name, value in state.items():
+            part = getattr(self, name)
+            if isinstance(part, torch.Generator):
+                part.set_state(value.cpu())
+            elif hasattr(part, "load_state_dict"):
+                part.load_state_dict(value)
+            else:
+                setattr(self, name, value)
+
+
+def seeded(seed, what, device="cpu"):
+    """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
+    return torch.Generator(device).manual_seed(random.Random(f"{seed} {what}").getrandbits(63))
+
+
+# ==================================================================================== training
+
+
+class Run(Saved):
+    """What a run is made of. What `saved` names is in its checkpoints, so that it can be gone on with."""
+
+    saved = ("prior", "known", "decoder", "optimizer", "generator", "step", "losses", "history", "seconds")
+
+    def __init__(self, args, num_games):
+        views, device = make_views(args), args.device
+        self.prior = GoalPrior(1, views, args.vae_size, args.goal_dim, args.seed + 2).to(device)
+        self.known = OtherModel(1, views, args.hidden_size, args.goal_dim, args.hypotheses, args.seed + 1)
+        self.known.to(device)
+        self.decoder = GoalDecoder(1, views, args.vae_size, args.goal_dim, args.seed + 3).to(device)
+        if args.init_from is not None:
+            asked = f"--init-from {args.init_from}"
+            before = load_goals(args.init_from, asked, args, self.prior, self.known)
+            self.decoder.load_state_dict(before["decoder"])
+        self.networks = nn.ModuleList([self.prior, self.known, self.decoder])
+        self.optimizer = torch.optim.Adam(self.networks.parameters(), eps=1e-5, fused=True)
+        self.generator = seeded(args.seed, "learning", device)
+        self.batches = math.ceil(num_games / args.batch_size)  # minibatches of an epoch
+        self.last_step = args.epochs * self.batches
+        self.step = 0  # minibatches learned from
+        self.losses = []  # of this epoch's minibatches
+        self.history = []  # of the epochs
+        self.seconds = 0.0  # from the start of the script to the last minibatch
+
+    def save(self, args, folder):
+        save_checkpoint(folder, {"config": dataclasses.asdict(args), **self.state_dict()})
+
+
+def main(args):
+    args = resolve_flags(args, free=("epochs",))
+    check_flags(args)
+    prepare_torch(args)
+    args, games, samples, held_out = make_samples(args)
+    run = Run(args, len(samples["length"]))
+    if args.resume:
+        path = os.path.join(args.resume, "checkpoint.pt")
+        saved = load_checkpoint(path, f"--resume {args.resume}", args.device)
+        run.load_state_dict({name: saved[name] for name in run.saved})
+    elif args.save_data is not None:
+        save_games(args, games)
+    folder = open_run(args)
+    writer = open_writer(folder, args, len(run.history))
+    print(f"[VAE] {len(samples['x'])} samples of {args.episodes} episodes to train on, {len(held_out['x'])} "
+          f"of {args.held_out_episodes} others held out ({board_name(args)}, {' '.join(args.mix)})")
+    evaluation = train(args, run, folder, writer, samples, held_out)
+    finished = run.step >= run.last_step
+    if finished:
+        report(args, run, folder, writer, evaluation or evaluate(args, run, held_out), samples, held_out)
+    else:
+        print(f"stopped in epoch {len(run.history)}; go on with: python {SCRIPT} --resume {folder}")
+    writer.close()
+    return 0 if finished else 130
+
+
+def train(args, run, folder, writer, samples, held_out):
+    """Learns to the end of the run or a Ctrl-C. -> the last evaluation, if there was one"""
+    begun = saved = time.perf_counter()
+    step_before, seconds_before, evaluation = run.step, run.seconds, None
+    bar = tqdm(total=run.last_step, initial=run.step, unit=" minibatches", dynamic_ncols=True,
+               mininterval=0.5, desc="training")
+    with bar, Interrupt() as interrupt:
+        while run.step < run.last_step and not interrupt.wanted:
+            epoch, number = divmod(run.step, run.batches)
+            learning_rate = args.learning_rate * (1 - run.step / run.last_step)
+            run.optimizer.param_groups[0]["lr"] = learning_rate
+            order = seeded(args.seed, f"epoch {epoch}", args.device)
+            games = torch.randperm(len(samples["length"]), generator=order, device=args.device)
+            run.losses.append(learn(args, run, samples, games[number::run.batches]))
+            run.step += 1
+            run.seconds = seconds_before + time.perf_counter() - START
+            bar.update()
+
+            if number == run.batches - 1:  # an epoch is over
+                scored = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
+                evaluation = evaluate(args, run, held_out) if scored else None
+                speed = (run.step - step_before) / (time.perf_counter() - begun) / run.batches
+                end_epoch(run, folder, writer, evaluation, held_out, {
+                    "charts/learning_rate": learning_rate, "charts/SPS": speed * len(samples["x"])})
+            if time.perf_counter() - saved > args.save_every:
+                saved = time.perf_counter()
+                run.save(args, folder)
+        run.save(args, folder)
+    return evaluation
+
+
+def end_epoch(run, folder, writer, evaluation, held_out, numbers):
+    """Writes what there is to tell of an epoch: losses, scores beside their ceilings, other numbers."""
+    epoch = len(run.history)
+    row = {"epoch": epoch, "train": {name: torch.stack([each[name] for each in run.losses]).mean().item()
+                                     for name in run.losses[0]}}
+    if evaluation is not None:
+        row["held_out"] = evaluation["losses"]
+        numbers["vae/exact_boards"] = evaluation["exact_boards"]
+        for predictor, scores in evaluation["moa"].items():
+            numbers |= {f"moa/{key}/{predictor}": scores[key] for key in ("top1", "top3", "cross_entropy")}
+        write_evaluation(folder, epoch, evaluation, held_out)
+        tqdm.write(epoch_lines(epoch, evaluation))
+    for part in ("train", "held_out"):
+        numbers |= {f"losses/{name}/{part}": value for name, value in row.get(part, {}).items()}
+    for key, value in numbers.items():
+        writer.add_scalar(key, value, epoch + 1)
+    run.history.append(row)
+    run.losses = []
+
+
+def report(args, run, folder, writer, evaluation, samples, held_out):
+    """Looks into the goals, writes results.json and the pictures, and prints the tables."""
+    goals = meaning_of_goals(args, run, evaluation, samples, held_out) if len(args.mix) > 1 else None
+    results = {"epochs": len(run.history), "samples": len(samples["x"]),
+               "held_out_samples": len(held_out["x"]), "seconds": round(run.seconds, 2),
+               "cpu_seconds": round(time.process_time(), 2), "moa": evaluation["moa"],
+               "losses": evaluation["losses"], "exact_boards": evaluation["exact_boards"],
+               "goals": goals, "history": run.history}
+    write_pictures(folder, writer, results, evaluation, held_out)
+    save_json(os.path.join(folder, "results.json"), results)
+    print_results(args, results)
+    print(f"\n{len(run.history)} epochs on {len(samples['x'])} samples in {run.seconds:.0f} s. "
+          f"Everything is in {folder}")
+
+
+# ======================================================================================= games
+
+# What a file of games holds: who played, the start, and all that was done; and the flags it was made with.
+GAMES = ("kind", "cell", "board", "actions")  # [N, E], [N, E], [C+1, E], [T, N, E]
+GAMES_FLAGS = ("num_players", "mix", "shares", "episodes", "held_out_episodes")  # beside those of the board
+
+
+def board_flags(args):
+    """The flags of the board."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
+
+
+def make_views(args):
+    return Views(args.height, args.width, args.num_players, args.final_time, args.device)
+
+
+def make_samples(args):
+    """Plays the games, or those of --data. -> flags, for they may be those of --data; the games, to be saved;
+    samples to train on, held-out samples"""
+    recorded = (None, None)
+    try:
+        if args.data is not None:
+            args, *recorded = load_games(args)
+        games, samples = play_games(args, args.episodes, args.seed, recorded[0])
+        others, held_out = play_games(args, args.held_out_episodes, args.seed + 1_000_000, recorded[1])
+    except (IndexError, RuntimeError, TypeError) as error:  # numbers and shapes that do not fit together
+        if args.data is None:
+            raise
+        told = str(error).partition("\n")[0]
+        raise Refused(f"--data {args.data} holds games that cannot be played: {told}") from error
+    return args, {name: torch.cat([games[name], others[name]], -1) for name in GAMES}, samples, held_out
+
+
+@torch.no_grad()
+def play_games(args, episodes, seed, recorded=None):
+    """Plays whole episodes, or recorded ones again. -> what it takes to play them again (GAMES), and samples
+
+    The samples are dicts of tensors, one player's game after another:
+
+        first, length [S]       a player's game: its first sample, and how many it has
+        kind, caught [S]        who it is, and what it caught in the end (0 nothing, 1 a stag, 2 a hare)
+        game, step, action [M]  a sample: which of the S games, which step of it, the action
+        x [M, K]                the view
+        places [M, N]           the board as it was: where each player is, itself first (C: gone)
+        ground [M, C]           what lies on each cell
+        kind_probs [M, J, 7]    the action probabilities of each kind of the mix there
+        posterior [M, J]        how likely each kind is by Bayes' rule, from the actions before
+    """
+    game = BatchedStagHunt(episodes, num_players=args.num_players, device=args.device, seed=seed,
+                           **board_flags(args))
+    n, device, views = args.num_players, args.device, make_views(args)
+    generator = seeded(seed, "players", device)
+    rules = torch.tensor([player_rule(name) for name in args.mix], device=device)  # [J, 4]
+    shares = torch.tensor(args.shares or [1.0] * len(args.mix), device=device)
+    if recorded is None:
+        kind = torch.multinomial(shares, n * episodes, True, generator=generator).view(n, episodes)
+    else:
+        kind, game.cell, game.board = recorded["kind"], recorded["cell"], recorded["board"]
+    games = {"kind": kind, "cell": game.cell, "board": game.board,
+             "actions": torch.full((args.final_time, n, episodes), STAY, device=device)}
+    belief = (shares / shares.sum()).log().expand(n, episodes, -1)  # [N, E, J]
+    number = torch.arange(n, device=device)[:, None] + n * torch.arange(episodes, device=device)
+    running = torch.ones(episodes, dtype=torch.bool, device=device)
+    caught, steps = torch.zeros_like(kind), []
+    while running.any():
+        state, t = game.state(), len(steps)
+        probs = torch.stack([rule_probabilities(game, rule.expand(episodes, n, -1), torch.zeros_like(running))
+                             for rule in rules], 2).transpose(0, 1)  # [N, E, J, 7]
+        own = probs.take_along_dim(kind[..., None, None], 2)[:, :, 0]
+        action = sample_actions(own, generator) if recorded is None else recorded["actions"][t]
+        out = game.advance(action.T)
+        there = out["present"].T & running
+        if not (own.take_along_dim(action[..., None], 2)[there] > 0).all():
+            raise Refused(f"--data {args.data}: in step {t} a player does what its kind would not do")
+        games["actions"][t] = torch.where(there, action, STAY)
+        ground = what_lies(state["board"][:-1]).T.expand(n, -1, -1)
+        step = {"game": number, "step": torch.full_like(number, t), "action": action, "x": views.look(state),
+                "places": state["cell"][views.order].transpose(1, 2), "ground": ground, "kind_probs": probs,
+                "posterior": belief.softmax(-1)}
+        steps.append({name: part[there] for name, part in step.items()})
+        belief = belief + probs.take_along_dim(action[..., None, None], 3)[..., 0].log()
+        caught = caught + (out["left"].T & there) * (action - STAY)
+        running = running & ~out["over"]
+    samples = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
+    return games, sort_samples(args, samples, kind.T.flatten(), caught.T.flatten())
+
+
+def what_lies(board):
+    """What lies on each cell: 0 nothing, 1 an obstacle, 2 a stag, 3 a hare."""
+    kinds = board & STAY_BIT == 0, board & STAG_BIT > 0, board & HARE_BIT > 0
+    return sum(number * those.byte() for number, those in enumerate(kinds, 1))
+
+
+def sort_samples(args, samples, kind, caught):
+    """Lays samples out one player's game after another; or only games with a catch."""
+    wanted = caught > 0 if args.moa_samples == "rewarded" else torch.ones_like(caught, dtype=torch.bool)
+    order = samples["game"].argsort(stable=True)  # they came step by step
+    order = order[wanted[samples["game"][order]]]
+    samples = {name: part[order] for name, part in samples.items()}
+    if not len(order):
+        raise Refused(f"--moa-samples {args.moa_samples}: nobody caught anything in all episodes")
+    samples["game"] = (wanted.cumsum(0) - 1)[samples["game"]]
+    length = torch.bincount(samples["game"])
+    return samples | {"first": length.cumsum(0) - length, "length": length, "kind": kind[wanted],
+                      "caught": caught[wanted]}
+
+
+def save_games(args, games):
+    """Keeps games in a file that --data loads."""
+    flags = board_flags(args) | {name: getattr(args, name) for name in GAMES_FLAGS}
+    try:
+        with open(args.save_data, "wb") as file:
+            np.savez_compressed(file, flags=np.array(json.dumps(flags)),
+                                **{name: part.short().cpu().numpy() for name, part in games.items()})
+    except OSError as error:
+        raise Refused(f"--save-data {args.save_data} cannot be written: {error.strerror}") from error
+
+
+def load_games(args):
+    """Reads --data. -> the flags with its board and mix taken over, games to train on, held-out games"""
+    asked = f"--data {args.data}"
+    try:
+        with np.load(args.data, allow_pickle=False) as file:
+            games = {name: torch.from_numpy(file[name]).long().to(args.device) for name in GAMES}
+            flags = json.loads(str(file["flags"]))
+        flags = {name: tuple(flags[name]) if isinstance(flags[name], list) else flags[name]
+                 for name in (*board_flags(args), *GAMES_FLAGS)}
+    except Exception as error:  # there are many ways in which a file can be another than it should be
+        raise Refused(f"{asked} is no file of games ({type(error).__name__})") from error
+    for field in dataclasses.fields(args):
+        given, value = getattr(args, field.name), flags.get(field.name)
+        if field.name in flags and given not in (value, field.default):
+            raise Refused(f"{flag(field.name)} {given} does not fit {asked}, which was made with {value}")
+    args = dataclasses.replace(args, **flags)
+    check_flags(args)
+    most = {"kind": len(args.mix) - 1, "cell": args.height * args.width - 1, "board": 127,
+            "actions": NUM_ACTIONS - 1}
+    for name, part in games.items():
+        if not part.numel() or not 0 <= part.min() <= part.max() <= most[name]:
+            raise Refused(f"{asked} is no file of games: {name} is not from 0 to {most[name]}")
+    games["board"] = games["board"].to(torch.uint8)
+    split = lambda part: {name: each[..., part] for name, each in games.items()}
+    return args, split(slice(args.episodes)), split(slice(args.episodes, None))
+
+
+# ==================================================================================== learning
+
+INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
+
+
+HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
+
+
+def make_lesson(args, known, samples, games):
+    """A lesson [P, T, B, ...]: some players' games [B] side by side, the shorter ones filled up at the end.
+
+    rows [T, B] are the samples, places and ground [T * B, ...] the boards to rebuild.
+    """
+    length = samples["length"][games]
+    step = torch.arange(int(length.max()), device=length.device)[:, None]
+    seen = step < length
+    rows = torch.where(seen, samples["first"][games] + step, 0)
+    places, ground = samples["places"][rows.flatten()], samples["ground"][rows.flatten()]
+    return {"x": samples["x"][rows][None], "action": samples["action"][rows][None], "seen": seen[None],
+            "weight": seen[None], "memory": known.start(len(games)),
+            "goal_step": last_steps((step == length - 1)[None], args.horizon),
+            "rows": rows, "places": places, "ground": ground}
+
+
+def last_steps(ends, horizon):
+    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T, B]."""
+    steps = ends.shape[-2]
+    last, end = torch.empty(ends.shape, dtype=torch.int64, device=ends.device), steps - 1
+    for t in reversed(range(steps)):
+        end = torch.where(ends[..., t, :], t, end)
+        last[..., t, :] = end.clamp(max=t + horizon - 1)
+    return last
+
+
+def pick_goals(mean, logvar, goal_step):
+    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T, B]."""
+    index = goal_step[..., None].expand(*goal_step.shape, mean.shape[-1])
+    mean, logvar = (part.unflatten(1, goal_step.shape[1:]).gather(1, index) for part in (mean, logvar))
+    return {"goal_mean": mean, "goal_logvar": logvar}
+
+
+def draw_goals(mean, logvar, generator):
+    """Goals drawn from beliefs."""
+    return mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator, device=mean.device)
+
+
+def gaussian_kl(mean, logvar, other_mean, other_logvar):
+    """KL(N(mean, var) || N(other)) of diagonal normals, summed over the last dimension."""
+    distance = (logvar.exp() + (mean - other_mean).square()) * (-other_logvar).exp()
+    return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
+
+
+def masked_mean(x, weight):
+    """The mean of each row over its samples: [L, M] -> [L]."""
+    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+
+
+def infer_goals(model, lesson):
+    """What a model of others makes of stretches of play [P, T, B, ...], each [P, T * B, ...]: outputs of its
+    first layer, mean and log-variance of the goal inferred before each step, and the log-probability of each
+    action by the weighted hypotheses."""
+    first, hidden, table = model.look(lesson["x"].flatten(1, 2))
+    memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
+                                  lesson["action"], lesson["seen"])
+    return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
+
+
+def others_loss(model, lesson, generator):
+    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
+
+    The hypotheses, weighted by what was seen before, are to foresee each action; the goal read from them is to be near the
+    goal in hindsight, where that is known; and both the goal in hindsight and a draw from the belief are to tell the action.
+    """
+    x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
+    first, mean, logvar, likely = infer_goals(model, lesson)
+    weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
+    goal = draw_goals(mean, logvar, generator)
+    losses = {"hypotheses_loss": -masked_mean(likely, weight)}
+    if "goal_mean" in lesson:
+        known = lesson["goal_known"].expand(shape).flatten(1) if "goal_known" in lesson else torch.ones_like(weight)
+        hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
+        losses["inference_loss"] = masked_mean(gaussian_kl(*(part.detach() for part in hindsight), mean, logvar), weight * known)
+        told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
+        goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
+    log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
+    losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
+    losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
+                      + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
+    return losses
+
+
+def goal_losses(args, run, lesson):
+    """All losses of a lesson: a dict of [P], "loss" being what is minimised.
+
+    --loss says what shapes the goals: the model of others (moa), the decoder (recon), or both. The other one
+    learns from the goals as they are (detached).
+    """
+    mean, logvar = run.prior(lesson["x"].flatten(1, 2))
+    goal, weight = draw_goals(mean, logvar, run.generator), lesson["weight"].flatten(1).float()
+    rebuilt = run.decoder(goal.detach() if args.loss == "moa" else goal)
+    shaping = (mean.detach(), logvar.detach()) if args.loss == "recon" else (mean, logvar)
+    losses = others_loss(run.known, lesson | pick_goals(*shaping, lesson["goal_step"]), run.generator)
+    distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
+    losses["recon_loss"] = masked_mean(rebuild_loss(*rebuilt, lesson), weight)
+    losses["kl_loss"] = masked_mean(distance, weight)
+    losses["loss"] = losses["loss"] + losses["recon_loss"] + args.kl_weight * losses["kl_loss"]
+    return losses
+
+
+def rebuild_loss(players, ground, lesson):
+    """What is lost of boards rebuilt by a GoalDecoder: the -log-likelihood of their pieces [L, M]."""
+    where, what = lesson["places"][None, ..., None], lesson["ground"][None, ..., None].long()
+    return -(players.take_along_dim(where, -1).sum((-2, -1)) + ground.take_along_dim(what, -1).sum((-2, -1)))
+
+
+def rebuilt_exactly(players, ground, lesson):
+    """Whether the likeliest place of each piece of a board is the right one: [L, M]."""
+    return (players.argmax(-1) == lesson["places"]).all(-1) & (ground.argmax(-1) == lesson["ground"]).all(-1)
+
+
+def learn(args, run, samples, games):
+    """One step of the optimiser, on the games of some players. -> the losses, means over their samples"""
+    length, total = samples["length"][games], {}
+    run.optimizer.zero_grad()
+    for part in length.argsort(stable=True).chunk(4):  # of like length, so that little must be filled up
+        losses = goal_losses(args, run, make_lesson(args, run.known, samples, games[part]))
+        share = length[part].sum() / length.sum()
+        (share * losses["loss"].sum()).backward()
+        total = {name: total.get(name, 0.0) + share * loss.detach()[0] for name, loss in losses.items()}
+    for network in run.networks:
+        clip_gradients(network, args.max_grad_norm)
+    run.optimizer.step()
+    return total
+
+
+def clip_gradients(agent, max_norm):
+    """Shortens the gradient of each learner to max_norm, on its own."""
+    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
+    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
+    for gradient in gradients:
+        gradient.mul_(factor)
+
+
+def load_goals(path, asked, args, prior, known):
+    """Loads goal prior and model of others from a run or checkpoint of pretrain_vae.py. -> the checkpoint"""
+    path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+    saved = load_checkpoint(path, asked, args.device)
+    if "prior" not in saved:
+        raise Refused(f"{asked}: {path} holds no goals, it was written by {saved['script']}")
+    fitting = {"num_players": known.views.num_players}
+    for name in ("height", "width", "goal_dim", "hypotheses", "hidden_size", "vae_size"):
+        fitting[name] = getattr(args, name)
+    for name, value in fitting.items():
+        if value != saved["config"][name]:
+            raise Refused(f"{flag(name)} {value} does not fit {asked}, which has {saved['config'][name]}")
+    prior.load_state_dict(saved["prior"])
+    known.load_state_dict(saved["known"])
+    return saved
+
+
+# ====================================================================================== scores
+
+LOSSES = ("moa", "moa_inferred", "hypotheses", "recon", "kl", "inference")  # that `predict_lesson` tells
+DRAWS = 4  # of the inferred goal, over which predictions are averaged
+
+
+@torch.no_grad()
+def predict_lesson(run, lesson, generator):
+    """What the networks make of a lesson, each [L, M, ...]: losses, probabilities of the actions, goals.
+
+    moa             -log-probability of the action, with the goal known in hindsight
+    moa_inferred    the same with draws of the goal inferred from the past
+    hypotheses      the same by the inference's own weighted hypotheses
+    recon, kl       of the view's own goal: -log-likelihood of the board; KL from the standard normal
+    inference       KL of the inferred goal from the one in hindsight
+    """
+    x, action = lesson["x"].flatten(1, 2), lesson["action"].flatten(1)[..., None]
+    mean, logvar = run.prior(x)
+    goal = pick_goals(mean, logvar, lesson["goal_step"])
+    hindsight, hindsight_logvar = goal["goal_mean"].flatten(1, 2), goal["goal_logvar"].flatten(1, 2)
+    first, inferred, inferred_logvar, likely = infer_goals(run.known, lesson)
+    mask = run.known.views.mask(x)
+    act = lambda goal: run.known.act(first + goal @ run.known.goal, mask).exp()
+    by_hindsight = act(hindsight)
+    by_inference = sum(act(draw_goals(inferred, inferred_logvar, generator)) for _ in range(DRAWS)) / DRAWS
+    moa, moa_inferred = (-probs.take_along_dim(action, -1)[..., 0].clamp(min=1e-12).log()
+                         for probs in (by_hindsight, by_inference))
+    return {"moa": moa, "moa_inferred": moa_inferred, "hypotheses": -likely,
+            "recon": rebuild_loss(*run.decoder(draw_goals(mean, logvar, generator)), lesson),
+            "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
+            "inference": gaussian_kl(hindsight, hindsight_logvar, inferred, inferred_logvar),
+            "prob_hindsight": by_hindsight, "prob_inferred": by_inference, "goal_hindsight": hindsight,
+            "goal_inferred": inferred, "exact": rebuilt_exactly(*run.decoder(mean), lesson)}
+
+
+def predict_all(args, run, samples, most=None):
+    """What `predict_lesson` tells of the samples of the first games, in their order: a dict of [M, ...]."""
+    length, each = samples["length"][:most], {}
+    generator = seeded(0, "predictions", args.device)
+    for games in length.argsort(descending=True, stable=True).split(512):
+        lesson = make_lesson(args, run.known, samples, games)
+        seen = lesson["seen"].flatten()
+        for name, value in predict_lesson(run, lesson, generator).items():
+            if name not in each:
+                each[name] = value.new_empty(int(length.sum()), *value.shape[2:])
+            each[name][lesson["rows"].flatten()[seen]] = value[0, seen]
+    return each
+
+
+def true_probabilities(samples):
+    """The action probabilities [M, 7] where a player's kind is known, and where its history is (Bayes)."""
+    kind = samples["kind"][samples["game"]]
+    known = samples["kind_probs"].take_along_dim(kind[:, None, None], 1)[:, 0]
+    return known, (samples["posterior"][..., None] * samples["kind_probs"]).sum(1)
+
+
+def score(probs, action, truth, sees_future=False):
+    """How well probabilities [M, 7] predict actions [M].
+
+    truth [M, 7] are the true probabilities of the actions, given what the predictor may know: top1 is the
+    mean true probability of the action it holds likeliest, top3 of its three likeliest, cross_entropy the
+    mean over truth. This has the same expected value as counting hits and far less luck in it. A predictor
+    that sees the future knows more than the truth given here: its cross-entropy is taken on the actions
+    played. hit_rate, hit_rate_3 and cross_entropy_played are the plain counts.
+    """
+    best = probs.topk(3, -1).indices
+    hit, value = best == action[:, None], truth.gather(1, best)
+    log_probs = probs.clamp(min=1e-12).log()
+    played = -log_probs.gather(1, action[:, None]).mean().item()
+    expected = -(truth * log_probs).sum(-1).mean().item()
+    taken, chosen = F.one_hot(action, NUM_ACTIONS), F.one_hot(best[:, 0], NUM_ACTIONS)
+    hits, count = (taken * chosen).sum(0), taken.sum(0).clamp(min=1)
+    by_name = lambda values: dict(zip(ACTIONS, values.tolist()))
+    return {"top1": value[:, 0].mean().item(), "top3": value.sum(1).mean().item(),
+            "cross_entropy": played if sees_future else expected, "cross_entropy_played": played,
+            "hit_rate": hit[:, 0].float().mean().item(), "hit_rate_3": hit.any(1).float().mean().item(),
+            "recall": by_name((taken * probs).sum(0) / count), "recall_of_likeliest": by_name(hits / count),
+            "precision_of_likeliest": by_name(hits / chosen.sum(0).clamp(min=1))}
+
+
+PREDICTORS = {"inferred": "goal inferred from the past", "history": "  ceiling: only the history known",
+              "hindsight": "goal known in hindsight", "kind": "  beside it: the kind known",
+              "trivial": "the same whatever the view"}
+
+
+def evaluate(args, run, samples):
+    """Scores the networks on held-out samples, beside the ceilings: a dict of what is listed at its end."""
+    each, action = predict_all(args, run, samples), samples["action"]
+    known, history = true_probabilities(samples)
+    always = torch.bincount(action, minlength=NUM_ACTIONS) / len(action)
+    moa = {"inferred": score(each["prob_inferred"], action, history),
+           "history": score(history, action, history),
+           "hindsight": score(each["prob_hindsight"], action, known, sees_future=True),
+           "kind": score(known, action, known),
+           "trivial": score(always.expand(len(action), -1), action, history)}
+    losses = {name: each[name].mean().item() for name in LOSSES}
+    shaping = sum(losses[name] for name in ("moa", "recon") if args.loss in (name, "both"))
+    losses["total"] = shaping + args.kl_weight * losses["kl"]
+    return {"moa": moa, "losses": losses, "exact_boards": each["exact"].float().mean().item(), "each": each}
+
+
+def read_out(goals, kind, num_kinds, new_goals):
+    """Tells kinds from goals by the line that fits goals [M, G] and kinds [M] best: [M'], for other goals."""
+    with_one = lambda goals: F.pad(goals.double(), (0, 1), value=1.0)
+    weight = torch.linalg.lstsq(with_one(goals), F.one_hot(kind, num_kinds).double()).solution
+    return (with_one(new_goals) @ weight).argmax(-1)
+
+
+def meaning_of_goals(args, run, evaluation, samples, held_out):
+    """How well a linear read-out tells the players' kinds from their goals, and what it is to be measured by.
+
+    In hindsight: beside the best rule on what the player caught in the end. Inferred: beside Bayes' rule,
+    step by step, both scored as the posterior probability of the kind they name, so that luck has no part.
+    """
+    learned_from, kinds = predict_all(args, run, samples, most=4000), len(args.mix)
+    kind, caught = samples["kind"][samples["game"]], samples["caught"][samples["game"]]
+    told = {}
+    for name in ("hindsight", "inferred"):
+        goals = learned_from[f"goal_{name}"]
+        told[name] = read_out(goals, kind[:len(goals)], kinds, evaluation["each"][f"goal_{name}"])
+    rule = torch.stack([torch.bincount(kind[caught == what], minlength=kinds) for what in range(3)]).argmax(1)
+    kind, caught = held_out["kind"][held_out["game"]], held_out["caught"][held_out["game"]]
+    posterior = held_out["posterior"].double()
+    bayes, inferred = posterior.amax(1), posterior.take_along_dim(told["inferred"][:, None], 1)[:, 0]
+    steps = []
+    for step in range(int(held_out["step"].max()) + 1):
+        there = held_out["step"] == step
+        if there.sum() >= 100:
+            steps.append({"step": step, "samples": int(there.sum()), "bayes": bayes[there].mean().item(),
+                          "inferred": inferred[there].mean().item()})
+    share = lambda right: right.double().mean().item()
+    return {"hindsight": share(told["hindsight"] == kind), "caught_rule": share(rule[caught] == kind),
+            "inferred": share(inferred), "bayes": share(bayes), "by_step": steps,
+            "largest_gap": max((step["bayes"] - step["inferred"] for step in steps), default=0.0)}
+
+
+# ====================================================================================== tables
+
+
+def epoch_lines(epoch, evaluation):
+    """The lines of an epoch: how well actions are predicted, beside the ceilings, and the losses."""
+    lines = []
+    for name, told in PREDICTORS.items():
+        scores = evaluation["moa"][name]
+        head = f"[MOA] epoch {epoch}" if name == "inferred" else f"      {told.strip()}"
+        lines.append(f"{head}: top1={scores['top1']:.4f}, top3={scores['top3']:.4f}, "
+                     f"hit rate={scores['hit_rate']:.4f}, cross-entropy={scores['cross_entropy']:.4f}")
+    losses = ", ".join(f"{name}={value:.4f}" for name, value in evaluation["losses"].items())
+    lines.append(f"[VAE] epoch {epoch}: {losses}, exact_boards={evaluation['exact_boards']:.4f}")
+    return "\n".join(lines)
+
+
+def print_results(args, results):
+    """The tables at the end of a run."""
+    moa, goals, losses = results["moa"], results["goals"], results["losses"]
+    keys = ("top1", "hit_rate", "top3", "cross_entropy", "cross_entropy_played")
+    rows = [["", "top1", "hit rate", "top3", "cross-entropy", "on those played"]]
+    rows += [[told, *(f"{moa[name][key]:.4f}" for key in keys)] for name, told in PREDICTORS.items()]
+    print_table(f"predicting actions in held-out games ({' '.join(args.mix)}, {board_name(args)})", rows)
+    rows = [["", *ACTIONS]]
+    for name, told in PREDICTORS.items():
+        rows.append([told, *(f"{value:.3f}" for value in moa[name]["recall"].values())])
+    print_table("recall: mean predicted probability of an action where it was taken", rows)
+    print(f"\nboards rebuilt: {results['exact_boards']:.2%} with every piece in its place, "
+          f"recon {losses['recon']:.4f} nats, kl {losses['kl']:.2f} nats")
+    if goals is not None:
+        print(f"kinds told by a linear read-out: {goals['hindsight']:.2%} from the goal in hindsight (best "
+              f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred goal "
+              f"(Bayes: {goals['bayes']:.2%}; largest gap: {100 * goals['largest_gap']:.2f} points)")
+    if args.moa_samples == "rewarded":
+        print("--moa-samples rewarded picks players by what they will catch: the ceilings know nothing of "
+              "it, and may be exceeded")
+
+
+def write_evaluation(folder, epoch, evaluation, samples):
+    """moa_eval_epochN.csv and .npz: scores by action; the confusion matrix, probabilities and labels."""
+    moa, each, action = evaluation["moa"], evaluation["each"], samples["action"]
+    known, history = true_probabilities(samples)
+    count = torch.bincount(action, minlength=NUM_ACTIONS).tolist()
+    path = os.path.join(folder, f"moa_eval_epoch{epoch}")
+    with open(path + ".csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.writer(file)
+        writer.writerow(["action", "count", "ratio", "precision", "recall", "f1", "recall_by_probability",
+                         *(f"{part}_{key}" for part in ("history", "hindsight", "kind")
+                           for key in ("recall", "recall_by_probability"))])
+        for number, name in enumerate(ACTIONS):
+            precision = moa["inferred"]["precision_of_likeliest"][name]
+            recall = moa["inferred"]["recall_of_likeliest"][name]
+            row = [count[number] / len(action), precision, recall,
+                   2 * precision * recall / max(precision + recall, 1e-12), moa["inferred"]["recall"][name]]
+            row += [moa[part][key][name] for part in ("history", "hindsight", "kind")
+                    for key in ("recall_of_likeliest", "recall")]
+            writer.writerow([number, count[number], *(f"{value:.6f}" for value in row)])
+    arrays = {"confusion_matrix": confusion_matrix(each["prob_inferred"], action),
+              "labels": action.to(torch.uint8), "probabilities": each["prob_inferred"],
+              "probabilities_hindsight": each["prob_hindsight"], "history_known": history,
+              "kind_known": known, "step": samples["step"].to(torch.int16)}
+    np.savez(path + ".npz", **{name: array.cpu().numpy() for name, array in arrays.items()})
+
+
+def confusion_matrix(probs, action):
+    """How often each action played [row] was predicted as each [column]: [7, 7]."""
+    pairs = torch.bincount(action * NUM_ACTIONS + probs.argmax(1), minlength=NUM_ACTIONS**2)
+    return pairs.view(NUM_ACTIONS, NUM_ACTIONS)
+
+
+BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
+CAUGHT = {"nothing": GREY, "a stag": ORANGE, "a hare": BLUE}
+
+
+def figure(title, width, height, columns=1):
+    """A new picture with its axes."""
+    from matplotlib.figure import Figure  # here, so that --help and tests need not wait for it
+
+    result = Figure(figsize=(width, height), layout="constrained", dpi=120)
+    axes = result.subplots(1, columns, squeeze=False)[0]
+    result.suptitle(title, fontsize=11)
+    for ax in axes:
+        ax.spines[["top", "right"]].set_visible(False)
+    return result, axes
+
+
+def draw_losses(history):
+    """The losses by epoch: on training samples as they are learned, on held-out samples term by term."""
+    curves = {(name, part): [(row["epoch"], row[part][name]) for row in history if part in row]
+              for part in ("held_out", "train") for name in next(row for row in history if part in row)[part]}
+    result, axes = figure("Losses (nats a sample)", 2.3 * len(curves), 3, len(curves))
+    for ax, ((name, part), points) in zip(axes, curves.items()):
+        ax.plot(*zip(*points), color=ORANGE if part == "held_out" else BLUE, marker="o", markersize=3)
+        ax.set_title(f"{name}, {part.replace('_', ' ')}", fontsize=8)
+        ax.set_xlabel("epoch")
+    return result
+
+
+def draw_bars(title, panels):
+    """Bars by action, several beside one another; panels are dicts of title -> label -> seven values."""
+    result, axes = figure(title, 5.5 * len(panels), 4, len(panels))
+    for ax, (name, bars) in zip(axes, panels.items()):
+        for number, (label, values) in enumerate(bars.items()):
+            place = np.arange(NUM_ACTIONS) + 0.4 * number - 0.2
+            ax.bar(place, values, 0.4, color=(BLUE, GREY)[number], label=label)
+        ax.set_xticks(range(NUM_ACTIONS), ACTIONS, rotation=30, ha="right")
+        ax.set_title(name, fontsize=10)
+        ax.legend(frameon=False)
+    return result
+
+
+def draw_confusion(matrix):
+    """The confusion matrix [7, 7], each row summing to 1."""
+    matrix = (matrix / matrix.sum(1, keepdim=True).clamp(min=1)).tolist()
+    result, (ax,) = figure("Likeliest action by action played (goal inferred)", 5.6, 5)
+    ax.imshow(matrix, cmap="Blues", vmin=0, vmax=1)
+    for row in range(NUM_ACTIONS):
+        for column in range(NUM_ACTIONS):
+            ax.text(column, row, f"{matrix[row][column]:.2f}", ha="center", va="center", fontsize=8,
+                    color="white" if matrix[row][column] > 0.5 else "black")
+    ax.set_xticks(range(NUM_ACTIONS), ACTIONS, rotation=30, ha="right")
+    ax.set_yticks(range(NUM_ACTIONS), ACTIONS)
+    ax.set(xlabel="predicted", ylabel="played")
+    return result
+
+
+def draw_goal_map(each, caught):
+    """A map of the goal space: its two main directions, coloured by what the player caught in the end [M]."""
+    result, axes = figure("Goals by what the player caught in the end (two main directions)", 11, 5, 2)
+    some = torch.linspace(0, len(caught) - 1, min(4000, len(caught))).long()
+    goals = {name: each[f"goal_{name}"].cpu().double()[some] for name in ("hindsight", "inferred")}
+    centre = goals["hindsight"].mean(0)
+    directions = torch.linalg.svd(goals["hindsight"] - centre, full_matrices=False)[2][:2].T
+    for ax, name, title in zip(axes, goals, ("known in hindsight", "inferred from the past")):
+        points = ((goals[name] - centre) @ directions).numpy()
+        for number, (label, colour) in enumerate(CAUGHT.items()):
+            those = (caught.cpu()[some] == number).numpy()
+            ax.scatter(*points[those].T[:2], s=5, color=colour, alpha=0.5, linewidths=0, label=label)
+        ax.set_title(title, fontsize=10)
+    axes[0].legend(frameon=False, markerscale=3)
+    return result
+
+
+def write_pictures(folder, writer, results, evaluation, samples):
+    """All pictures, as PNG in the run folder and in TensorBoard."""
+    moa, each, action = results["moa"], evaluation["each"], samples["action"]
+    recall = lambda *names: {PREDICTORS[name].strip(): list(moa[name]["recall"].values()) for name in names}
+    pictures = {
+        "class_distribution": draw_bars("Actions in the held-out samples", {"share of the samples": {
+            "played": (torch.bincount(action, minlength=NUM_ACTIONS) / len(action)).tolist(),
+            "predicted (mean probability)": each["prob_inferred"].mean(0).tolist()}}),
+        "confusion_matrix": draw_confusion(confusion_matrix(each["prob_inferred"], action)),
+        "recall": draw_bars("Mean predicted probability of an action where it was taken", {
+            "goal inferred": recall("inferred", "history"),
+            "goal in hindsight": recall("hindsight", "kind")}),
+        "goal_map": draw_goal_map(each, samples["caught"][samples["game"]])}
+    if results["history"]:
+        pictures["losses"] = draw_losses(results["history"])
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+
+    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
+    for name, picture in pictures.items():
+        canvas = FigureCanvasAgg(picture)
+        canvas.draw()
+        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
+        writer.add_image(name, pixels, results["epochs"], dataformats="HWC")
+        picture.savefig(os.path.join(folder, "pictures", f"{name}.png"))
+
+
+# ==================================================================================== views
+
+SIGHT = 3  # cells that a player sees exactly in each direction; further ones are at the rim of its window
+
+
+class Views:
+    """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
+
+    The facts of a view [K], in this order: what is on each cell; where each co-player is; the player's own
+    cell; everybody's previous action; which actions are legal; the step; the steps left. What is on a cell,
+    and who, is told by where that cell is from the player's own: in a window of 7 x 7 around it, at whose rim
+    stands what is further off. So the window has one size for every board, and "go there" looks the same
+    wherever the player stands.
+
+    Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
+    facts name (`FirstLayer`). The facts stand for the features [F] of a view, zeros but for a few: `meaning`.
+    """
+
+    def __init__(self, height, width, num_players, final_time, device="cpu"):
+        n, cells, sight = num_players, height * width, 2 * SIGHT + 1
+        self.num_players, self.cells = n, cells
+        # Facts: window [row, plane, column], previous action [player, action], nothing, cell, legal actions,
+        # step, steps left.
+        self.first_previous = sight * sight * (n + 2)
+        self.nothing = self.first_previous + n * NUM_ACTIONS
+        self.first_cell = self.nothing + 1
+        self.first_legal = self.first_cell + cells + 1
+        self.first_step = self.first_legal + (1 << NUM_ACTIONS)
+        self.first_left = self.first_step + final_time + 1
+        self.num_facts = self.first_left + final_time + 1
+
+        # Where a cell is from another one, as a fact of plane 0; cell C, of those that have left, is nowhere.
+        row, column = torch.arange(cells) // width, torch.arange(cells) % width
+        offset = lambda line: (line - line[:, None]).clamp(-SIGHT, SIGHT) + SIGHT  # [own cell, other cell]
+        nowhere = 1 << 14
+        spot = F.pad(offset(row) * (n + 2) * sight + offset(column), (0, 1, 0, 1), value=nowhere)
+        # The plane of what is on a cell, by what is legal there; a cell holds one thing, or nothing.
+        bits = torch.arange(256)
+        plane = torch.full((256,), nowhere)
+        kinds = (bits & STAY_BIT == 0, bits & STAG_BIT > 0, bits & HARE_BIT > 0)
+        for number, those in enumerate(kinds, n - 1):
+            plane[those] = number * sight
+        self.spot, self.plane = spot.to(torch.int16).to(device), plane.to(torch.int16).to(device)
+        players = torch.arange(n)
+        self.order = ((players[:, None] + players) % n).to(device)  # [viewer, k-th after it]
+        self.co_player_plane = (players[:-1] * sight).to(torch.int16).to(device)
+        self.previous = (self.first_previous + players * NUM_ACTIONS).to(torch.int16).to(device)
+        self.action_bits = torch.arange(NUM_ACTIONS, device=device)
+
+        # Facts that stand for other features: one-hot row and column, legal actions, the clock from 0 to 1.
+        meaning = torch.zeros(self.num_facts - self.nothing, height + width + NUM_ACTIONS + 2)
+        own, legal = meaning[1:cells + 1], meaning[cells + 2:cells + 2 + (1 << NUM_ACTIONS)]
+        own[torch.arange(cells), row], own[torch.arange(cells), height + column] = 1, 1
+        legal[:, height + width:-2] = bits[:128, None] >> torch.arange(NUM_ACTIONS) & 1
+        time = torch.arange(final_time + 1) / final_time
+        meaning[self.first_step - self.nothing:self.first_left - self.nothing, -2] = time
+        meaning[self.first_left - self.nothing:, -1] = time
+        self.meaning = meaning.to(device)  # [fact after the plain ones, feature after the plain ones]
+        self.num_inputs = self.nothing + meaning.shape[1]
+
+    def look(self, state):
+        """The views of all players in a state, a dict of STATE: facts [N, B, K] (int16)."""
+        cell, board, clock = state["cell"], state["board"], state["clock"]
+        n, many = cell.shape
+        from_own = self.spot.index_select(0, cell.flatten()).view(n, many, -1)  # [N, B, C+1]
+        ground = self.plane.index_select(0, board[:-1].T.flatten().int()).view(many, -1) + from_own[..., :-1]
+        others = cell[self.order[:, 1:]].transpose(1, 2)  # [N, B, N-1]
+        others = from_own.gather(2, others) + self.co_player_plane
+        previous = state["previous"][self.order].transpose(1, 2) + self.previous
+        own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
+        clock = torch.stack([self.first_step + clock, self.first_left + state["deadline"] - clock], -1)
+        clock = clock.expand(n, -1, -1)
+        seen = torch.cat([ground, others], -1)
+        seen = torch.where((seen >= self.first_previous) | (seen < 0), self.nothing, seen)
+        return torch.cat([seen, own[..., :1].short(), previous, own[..., 1:].short(), clock.short()], -1)
+
+    def mask(self, x):
+        """Which actions are legal in views [..., K]: [..., 7]."""
+        return ((x[..., -3, None] - self.first_legal) >> self.action_bits & 1).bool()
+
+
+# ================================================================================= networks
+
+
+class SumRows(torch.autograd.Function):
+    """Adds up rows of L tables [L, R, D] that facts [L, M, K] name: [L, M, D].
+
+    Backwards it is the product with how often each row was named: on a CPU faster than embedding_bag's way.
+    """
+
+    @staticmethod
+    def forward(ctx, x, table):
+        ctx.save_for_backward(x)
+        ctx.num_rows = table.shape[1]
+        first = torch.arange(0, len(table) * ctx.num_rows, ctx.num_rows, dtype=torch.int32, device=x.device)
+        rows = (x + first[:, None, None]).flatten(0, 1)
+        return F.embedding_bag(rows, table.flatten(0, 1), mode="sum").unflatten(0, x.shape[:2])
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, = ctx.saved_tensors
+        answer = gradient.new_zeros(len(x), ctx.num_rows, gradient.shape[2])
+        # few rows at a time, to stay in the cache
+        counts = gradient.new_empty(len(x), min(x.shape[1], 128), ctx.num_rows)
+        for facts, part in zip(x.split(128, 1), gradient.split(128, 1)):
+            named = counts[:, :facts.shape[1]].zero_()
+            named.scatter_add_(2, facts.long(), gradient.new_ones(1).expand(facts.shape))
+            answer.baddbmm_(named.transpose(1, 2), part)
+        return None, answer
+
+
+def orthogonal(num_models, inputs, outputs, gain, seed):
+    """Stacked orthogonal weights [L, inputs, outputs]; a model's depend on the seed and its number alone."""
+    weight = torch.empty(num_models, inputs, outputs)
+    for model in range(num_models):
+        generator = torch.Generator().manual_seed(seed * 1000 + model)
+        nn.init.orthogonal_(weight[model], gain, generator=generator)
+    return nn.Parameter(weight)
+
+
+class Linear(nn.Module):
+    """L linear layers side by side: [L, M, inputs] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, inputs, outputs, gain, seed):
+        super().__init__()
+        self.weight = orthogonal(num_models, inputs, outputs, gain, seed)
+        self.bias = nn.Parameter(torch.zeros(num_models, 1, outputs))
+
+    def forward(self, x):
+        return torch.baddbmm(self.bias, x, self.weight)
+
+
+class FirstLayer(Linear):
+    """L first layers side by side, from the facts of views: [L, M, K] -> [L, M, outputs]."""
+
+    def __init__(self, num_models, views, outputs, seed):
+        super().__init__(num_models, views.num_inputs, outputs, math.sqrt(2), seed)
+        self.views = views
+
+    def table(self):
+        """What each fact adds to the outputs: [L, fact, outputs]."""
+        plain, told = self.weight[:, :self.views.nothing], self.weight[:, self.views.nothing:]
+        return torch.cat([plain, self.views.meaning @ told], 1)
+
+    def forward(self, x):
+        return SumRows.apply(x, self.table()) + self.bias
+
+
+def legal_log_softmax(logits, mask):
+    """Log-probabilities over legal actions [..., M, 7]; by columns, five times faster than by rows of 7."""
+    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
+    return columns.log_softmax(-2).transpose(-1, -2)
+
+
+class GoalPrior(nn.Module):
+    """The encoder of L VAEs: a view -> a goal, as mean and log-variance [L, M, G]."""
+
+    def __init__(self, num_models, views, vae_size, goal_dim, seed):
+        super().__init__()
+        self.view = FirstLayer(num_models, views, vae_size, seed)
+        self.hidden = Linear(num_models, vae_size, vae_size, math.sqrt(2), seed)
+        self.out = Linear(num_models, vae_size, 2 * goal_dim, 1.0, seed)
+
+    def forward(self, x):
+        mean, logvar = self.out(F.relu(self.hidden(F.relu(self.view(x))))).chunk(2, -1)
+        return mean, logvar.clamp(-10, 4)
+
+
+class GoalDecoder(nn.Module):
+    """The decoders of L VAEs: a goal -> the board as the player saw it.
+
+    What is rebuilt is a choice, so its likelihood is one: each player is on one of the cells or gone, and
+    each cell is empty or holds an obstacle, a stag or a hare.
+    """
+
+    def __init__(self, num_models, views, vae_size, goal_dim, seed):
+        super().__init__()
+        self.num_players, self.cells = views.num_players, views.cells
+        self.num_outputs = self.num_players * (self.cells + 1) + 4 * self.cells
+        self.goal = Linear(num_models, goal_dim, vae_size, math.sqrt(2), seed)
+        self.hidden = Linear(num_models, vae_size, vae_size, math.sqrt(2), seed)
+        self.out = Linear(num_models, vae_size, self.num_outputs, 1.0, seed)
+
+    def forward(self, goal):
+        """Goals [L, M, G] -> log-probabilities of players' cells [L, M, N, C+1], of ground [L, M, C, 4]."""
+        out = self.out(F.relu(self.hidden(F.relu(self.goal(goal)))))
+        players, ground = out.split([self.num_players * (self.cells + 1), 4 * self.cells], -1)
+        ground = ground.unflatten(-1, (4, self.cells)).log_softmax(-2)  # long rows last: faster on a CPU
+        return players.unflatten(-1, (self.num_players, -1)).log_softmax(-1), ground.transpose(-1, -2)
+
+
+class OtherModel(nn.Module):
+    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's recognition
+    from the past), and what it will do next, from its view and its goal (MOA).
+
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action probabilities for every
+    view. The memory [P, B, H] holds their log-weights, to which each action seen adds its log-likelihood, after a little
+    has been forgotten: h' = f * h + log p(action | view), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
+    needed?"). A goal is read from the weights and the present view. With `silent` all goals are 0.
+    """
+
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
+        super().__init__()
+        self.views, self.silent = views, silent
+        self.view = FirstLayer(num_models, views, hidden_size, seed)
+        self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
+        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
+        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
+        self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
+        self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
+        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
+        self.action = Linear(num_models, hidden_size, NUM_ACTIONS, 0.01, seed)
+
+    def start(self, num):
+        """The memory of `num` players that were never seen: [P, num, H]."""
+        return self.prior.expand(-1, num, -1)
+
+    def look(self, x):
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]; log-probabilities
+        of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+        first = self.view(x)
+        hidden = F.relu(self.glance(F.relu(first)))
+        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
+        return first, hidden, logits.masked_fill(~self.views.mask(x).movedim(-1, 0)[..., None], -1e8).log_softmax(0)
+
+    def follow(self, memory, table, action, seen):
+        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H], and the
+        log-probability of each action by the weighted hypotheses [P, T, B]"""
+        taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
+        keep, before = torch.sigmoid(self.keep), []
+        for t in range(taken.shape[1]):
+            before.append(memory)
+            memory = torch.where(seen[:, t, :, None], keep * memory + taken[:, t], memory)
+        before = torch.stack(before, 1)
+        return before, (before.log_softmax(-1) + taken).logsumexp(-1)
+
+    def read(self, memory, hidden):
+        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M, G]."""
+        weights = memory.softmax(-1)
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
+        if self.silent:
+            return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
+        return mean, logvar.clamp(-10, 4)
+
+    def act(self, first, mask, which=slice(None)):
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions [P, M, 7].
+        which: the models that are asked, in this order"""
+        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
+        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
+
+
+# ======================================================================================== game
+
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
-
-
 NUM_ACTIONS = len(ACTIONS)
-
-
 STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
-
-
 # What one may do on a cell is a set of actions, kept as a byte: bit a is set where action a is legal.
 STAY_BIT, STAG_BIT, HARE_BIT = 1 << STAY, 1 << HUNT_STAG, 1 << HUNT_HARE
-
-
 GEOGRAPHY_BITS = STAG_BIT - 1  # the four moves and staying: what is left of a cell without its prey
-
+STATE = ("cell", "board", "previous", "clock", "deadline")  # a position of the game, see BatchedStagHunt
 
 # Straight tromino, corner tromino, straight tetromino, L tetromino: (row, column) of each cell.
 BLOCK_SHAPES = (
@@ -187,204 +1262,171 @@ BLOCK_SHAPES = (
     ((0, 0), (0, 1), (0, 2), (0, 3)),
     ((0, 0), (1, 0), (2, 0), (2, 1)),
 )
+FAR = 1000  # a path of this many steps or more does not exist
 
 
-def turned_blocks():
-    """Every block shape in its four turns, corner at (0, 0): [shape * turn, 4 cells, (row, column)]."""
-    table = []
-    for shape in BLOCK_SHAPES:
-        for _ in range(4):
+def tabulate_blocks(height, width):
+    """The cells that an obstacle covers, by shape, turn and place: [16 C, C]; none where it sticks out."""
+    table = torch.zeros(len(BLOCK_SHAPES), 4, height * width, height, width, dtype=torch.bool)
+    for number, shape in enumerate(BLOCK_SHAPES):
+        for turn in range(4):
             shape = [(column, -row) for row, column in shape]
-            top, left = min(r for r, _ in shape), min(c for _, c in shape)
-            shape = [(r - top, c - left) for r, c in shape]
-            table.append(shape + shape[-1:] * (4 - len(shape)))  # a tromino names its last cell twice
-    return torch.tensor(table)
+            rows, columns = (torch.tensor(line) - min(line) for line in zip(*shape))
+            for place in range(height * width):
+                row, column = place // width + rows, place % width + columns
+                if row.max() < height and column.max() < width:
+                    table[number, turn, place, row, column] = True
+    return table.flatten(0, 2).flatten(1)
 
 
-def check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                stag_hunters, time_reward, strengths):
-    """Refuse a game that cannot be played, with one line that names the arguments and their values."""
-    largest = 1e30  # far inside the range of float32, so that no reward can overflow
-    for flag, value, least in (("--height", height, 1), ("--width", width, 1), ("--num-players", num_players, 1),
-                               ("--stags", stags, 0), ("--hares", hares, 0), ("--max-blocks", max_blocks, 0),
-                               ("--final-time", final_time, 1), ("--stag-hunters", stag_hunters, 1)):
-        if not hasattr(value, "__index__"):
-            raise Refused(f"{flag} {value!r} must be a whole number")
-        if value < least:
-            raise Refused(f"{flag} {value} must be at least {least}")
-    for flag, value, least in (("--stag-reward", stag_reward, 0), ("--hare-reward", hare_reward, 0),
-                               ("--time-reward", time_reward, -largest)):
-        if not hasattr(value, "__float__") or not least <= value <= largest:  # nan fails every comparison
-            raise Refused(f"{flag} {value!r} must be a finite number from {least:g} to {largest:g}")
-    if strengths is not None:
-        if not hasattr(strengths, "__len__") or len(strengths) != num_players:
-            raise Refused(f"--strengths {strengths!r} must be {num_players} numbers, one for each of "
-                             f"--num-players {num_players}")
-        for strength in strengths:
-            if not hasattr(strength, "__float__") or not 1 / largest <= strength <= largest:
-                raise Refused(f"--strengths {strengths!r} must be positive and finite numbers, "
-                                 f"but one of them is {strength!r}")
-    if stags + hares == 0:
-        raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
-    if stags > 0 and num_players < stag_hunters:
-        raise Refused(f"--num-players {num_players} can never catch a stag that needs --stag-hunters "
-                         f"{stag_hunters}: play with more players or with --stags 0")
-    cells, pieces = height * width - 4 * max_blocks, num_players + stags + hares
-    if cells < pieces:
-        raise Refused(f"--height {height} x --width {width} minus 4 cells for each of --max-blocks {max_blocks} "
-                         f"leaves {cells} cells for {pieces} pieces ({num_players} players, {stags} stags, "
-                         f"{hares} hares)")
+def path_lengths(free, targets, height, width):
+    """Steps from each cell to the nearest target around the obstacles, or FAR: all are [C, B]."""
+    free = free.view(height, width, -1)
+    length = torch.where(targets.view_as(free), 0, FAR).to(torch.int16)
+    while True:
+        near = F.pad(length, (0, 0, 1, 1, 1, 1), value=FAR)
+        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
+                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
+        shorter = torch.where(free, torch.minimum(length, near + 1), FAR)
+        if torch.equal(shorter, length):
+            return length.flatten(0, 1)
+        length = shorter
 
 
-class BatchedStagHunt:
-    """Many stag hunts at once, each tensor running over (environment, player).
+class BatchedStagHunt(Saved):
+    """Many stag hunts at once, played by the rules of `envs/stag_hunt.py`.
 
-    The rules are those of `envs/stag_hunt.py`: hunts are settled where the players stood, then all move;
-    a caught prey and its hunters leave at once; an illegal action is played, and recorded, as stay.
+    Hunts are settled where the players stood, then all move. A caught prey and its hunters leave at once. An
+    illegal action is played, and recorded, as stay. Where the games stand (STATE):
 
-    Inside, the environment is the last dimension, so that every operation runs over long rows; what is
-    handed out is turned round to [environment, player, ...] as a view.
+        cell      [N, B]    where each player stands; C once it has left
+        board     [C+1, B]  the legal actions on each cell, as bits: none on an obstacle, hunting where there
+                            is prey. The last row is for those that have left, who may only stay
+        previous  [N, B]    the last action as it was played
+        clock     [B]       steps played
+        deadline  [B]       the step at which the clock ends the episode
 
-        cell      [N, B]      where each player stands; H*W once it has left
-        board     [H*W+1, B]  the actions that are legal on each cell, as bits; 0 on an obstacle. The prey
-                              is told by its hunting bit, and the last row, for those that left, is "stay"
-        previous  [N, B]      the last action as it was played
-        clock     [B]         steps played
-        deadline  [B]         the step at which the clock ends the episode
+    These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
+    operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
 
-    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0, final_time=35,
-                 stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0, strengths=None,
-                 prosocial=False, dynamic_final_time=False, device="cpu", seed=0, dtype=torch.uint8):
-        check_board(height, width, num_players, stags, hares, max_blocks, final_time, stag_reward, hare_reward,
-                    stag_hunters, time_reward, strengths)
-        if num_envs < 1:
-            raise Refused(f"--num-envs {num_envs} must be at least 1")
-        if num_players > 16:
-            raise Refused(f"--num-players {num_players} is more than the 16 that the batched game can hold")
-        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
-        self.cells, self.stags, self.hares, self.max_blocks = height * width, stags, hares, max_blocks
-        self.final_time, self.prosocial, self.dynamic_final_time = final_time, prosocial, dynamic_final_time
-        self.device, self.dtype = torch.device(device), dtype
-        self.generator = torch.Generator(self.device).manual_seed(seed)
+    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
-        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=self.device)
-        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=self.device)
-        # 420 numbers can be shared out evenly among 1, 2, ... 7 legal actions: [bits * 420 + number] -> action.
-        choices = [[a for a in range(NUM_ACTIONS) if bits >> a & 1] or [STAY] for bits in range(128)]
-        self.choice = torch.tensor([c[n % len(c)] for c in choices for n in range(420)], dtype=torch.uint8,
-                                   device=self.device)
-        self.blocks = turned_blocks().to(self.device)
-        self._tabulate_catches(stag_reward, hare_reward, stag_hunters, time_reward, strengths)
+    def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
+                 final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
+                 strengths=None, prosocial=False, dynamic_final_time=False, device="cpu", seed=0,
+                 dtype=torch.uint8):
+        self.num_envs, self.height, self.width, self.num_players = num_envs, height, width, num_players
+        self.stags, self.hares, self.max_blocks, self.final_time = stags, hares, max_blocks, final_time
+        self.stag_reward, self.hare_reward, self.stag_hunters = stag_reward, hare_reward, stag_hunters
+        self.time_reward, self.strengths, self.prosocial = time_reward, strengths, prosocial
+        self.dynamic_final_time, self.device, self.dtype = dynamic_final_time, torch.device(device), dtype
+        self.check()
+        self.cells = height * width
+        self.generator = seeded(seed, "game", device)
+        self.moves = torch.tensor([-width, width, -1, 1, 0, 0, 0], device=device)
+        self.action_bits = torch.arange(NUM_ACTIONS, dtype=torch.uint8, device=device)
+        self.blocks = tabulate_blocks(height, width).to(device) if max_blocks else None
+        self.tabulate_catches()
         self.pool_next = self.pool_size = max(num_envs, 256)  # nothing drawn yet
-        self.cell = torch.empty(num_players, num_envs, dtype=torch.int64, device=self.device)
-        self.board = torch.empty(self.cells + 1, num_envs, dtype=torch.uint8, device=self.device)
-        self.previous = torch.empty(num_players, num_envs, dtype=torch.uint8, device=self.device)
-        self.clock = torch.empty(num_envs, dtype=torch.int64, device=self.device)
-        self.deadline = torch.empty(num_envs, dtype=torch.int64, device=self.device)
+        self.cell = torch.zeros(num_players, num_envs, dtype=torch.int64, device=device)
+        self.board = torch.zeros(self.cells + 1, num_envs, dtype=torch.uint8, device=device)
+        self.previous = torch.zeros(num_players, num_envs, dtype=torch.uint8, device=device)
+        self.clock, self.deadline = self.cell[0], self.cell[0]
         self.reset()
 
-    def _tabulate_catches(self, stag_reward, hare_reward, stag_hunters, time_reward, strengths):
+    def check(self):
+        """Refuses a game that cannot be played."""
+        largest, n = 1e30, self.num_players  # far inside the range of float32, so that no reward can overflow
+        check_ranges(self, (
+            (1, math.inf, ("num_envs", "height", "width", "final_time", "stag_hunters")),
+            (1, 16, ("num_players",)), (0, math.inf, ("stags", "hares", "max_blocks")),
+            (0, largest, ("stag_reward", "hare_reward")), (-largest, largest, ("time_reward",)),
+        ))
+        strengths = [1] * n if self.strengths is None else self.strengths
+        if len(strengths) != n or not all(1 / largest <= strength <= largest for strength in strengths):
+            raise Refused(f"--strengths {strengths} must be {n} positive and finite numbers, one a player")
+        if self.stags + self.hares == 0:
+            raise Refused("--stags 0 and --hares 0 leave no prey at all: a game needs at least one")
+        if self.stags and n < self.stag_hunters:
+            raise Refused(f"--num-players {n} can never catch a stag that needs --stag-hunters "
+                          f"{self.stag_hunters}: play with more players or with --stags 0")
+        cells, pieces = self.height * self.width - 4 * self.max_blocks, n + self.stags + self.hares
+        if cells < pieces:
+            raise Refused(f"--height {self.height} x --width {self.width} minus 4 cells for each of "
+                          f"--max-blocks {self.max_blocks} leaves {cells} cells for {pieces} pieces")
+
+    def tabulate_catches(self):
         """Tables of what each set of hunters on a cell catches and earns.
 
-        A set of players is a number with a bit for each. Sums are taken in double precision over values
-        rounded to single, which is exact, so the order of the players cannot show even in the last bit.
+        A set of players is a number with a bit for each. Sums are in double precision, over values rounded to
+        single: so they are exact, and the order of the players cannot show even in the last bit.
         """
-        n = self.num_players
-        strength = torch.tensor([1.0] * n if strengths is None else list(strengths), dtype=torch.float32).double()
-        sets = torch.arange(1 << n)
-        member = (sets >> torch.arange(n)[:, None] & 1).double()  # [player, set]
+        n, players = self.num_players, torch.arange(self.num_players)
+        strength = torch.tensor(self.strengths or [1.0] * n).float().double()[:, None]
+        member = (torch.arange(1 << n) >> players[:, None] & 1).double()  # [player, set]
         count = member.sum(0)
-        stag = member * stag_reward * strength[:, None] / (member * strength[:, None]).sum(0).clamp(min=1e-300)
-        stag = torch.where(count >= stag_hunters, stag, 0.0)
-        hare = member * hare_reward / count.clamp(min=1)
-        share = torch.stack([stag, hare], 1).float().double() + time_reward  # [player, prey, set]
-        caught = torch.stack([count >= stag_hunters, count >= 1])  # [prey, set]
-        code = torch.uint8 if n <= 8 else torch.int32
-        self.member_bit = (1 << torch.arange(n)).to(code).to(self.device)[:, None]
+        stag = self.stag_reward * member * strength / (member * strength).sum(0).clamp(min=1e-300)
+        stag = torch.where(count >= self.stag_hunters, stag, 0.0)
+        hare = self.hare_reward * member / count.clamp(min=1)
+        share = torch.stack([stag, hare], 1).float().double() + self.time_reward  # [player, prey, set]
         self.share = share.float().flatten().to(self.device)
-        self.share_offset = (torch.arange(n, dtype=torch.int32) << (n + 1))[:, None].to(self.device)
-        self.caught = caught.flatten().to(self.device)
+        self.caught = torch.cat([count >= self.stag_hunters, count >= 1]).to(self.device)  # [prey and set]
+        code = torch.uint8 if n <= 8 else torch.int32
+        self.member_bit = (1 << players).to(code).to(self.device)[:, None]
+        self.share_offset = (players << (n + 1)).int().to(self.device)[:, None]
 
     # ------------------------------------------------------------------------ drawing new boards
 
+    def draw_free(self, n):
+        """Draws the free cells of n boards: [n, C]. A piece that would overlap or stick out is left out."""
+        free = torch.ones(n, self.cells, dtype=torch.bool, device=self.device)
+        cut = torch.arange(n if self.max_blocks else 0, device=self.device)
+        while len(cut):  # free cells must hang together: a draw that cuts the board is thrown away whole
+            new = torch.ones(len(cut), self.cells, dtype=torch.bool, device=self.device)
+            for _ in range(self.max_blocks):
+                piece = self.blocks[torch.randint(len(self.blocks), (len(cut),), generator=self.generator,
+                                                  device=self.device)]
+                new &= ~(piece & (new | ~piece).all(1, keepdim=True))
+            free[cut] = new
+            somewhere = F.one_hot(new.int().argmax(1), self.cells)
+            length = path_lengths(new.T, somewhere.T > 0, self.height, self.width)
+            cut = cut[((length >= FAR) & new.T).any(0)]
+        return free
+
     def draw_boards(self, n):
-        """Draws n starts: prey and players on distinct free cells, uniformly. -> cell [N, n], board [H*W+1, n]"""
+        """Draws n starts, prey and players on distinct free cells, uniformly: cell [N, n], board [C+1, n]."""
         free = self.draw_free(n)
         pieces = self.num_players + self.stags + self.hares
-        keys = torch.rand(n, self.cells, generator=self.generator, device=self.device)
-        spot = keys.masked_fill_(~free.flatten(1), -1.0).topk(pieces, -1).indices  # [n, piece]
-        padded = torch.nn.functional.pad(free, (1, 1, 1, 1))
-        board = torch.full((n, self.height, self.width), STAY_BIT, dtype=torch.uint8, device=self.device)
-        board |= padded[:, :-2, 1:-1].to(torch.uint8) << 0
-        board |= padded[:, 2:, 1:-1].to(torch.uint8) << 1
-        board |= padded[:, 1:-1, :-2].to(torch.uint8) << 2
-        board |= padded[:, 1:-1, 2:].to(torch.uint8) << 3
-        board = (board * free).flatten(1)
-        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares, dtype=torch.uint8, device=self.device)
+        number = torch.rand(n, self.cells, generator=self.generator, device=self.device)
+        spot = number.masked_fill(~free, -1.0).topk(pieces, -1).indices  # [n, piece]
+        around = F.pad(free.view(n, self.height, self.width).to(torch.uint8), (1, 1, 1, 1))
+        board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
+                 | around[:, 1:-1, 2:] << 3 | STAY_BIT).flatten(1) * free
+        prey = torch.tensor([STAG_BIT] * self.stags + [HARE_BIT] * self.hares).to(board)
         board.scatter_add_(1, spot[:, self.num_players:], prey.expand(n, -1))
-        board = torch.nn.functional.pad(board, (0, 1), value=STAY_BIT)
+        board = F.pad(board, (0, 1), value=STAY_BIT)
         return spot[:, :self.num_players].T.contiguous(), board.T.contiguous()
 
-    def place_blocks(self, free):
-        """Tries max_blocks obstacles on each of the boards [n, H, W], leaving out those that do not fit."""
-        n = len(free)
-        for _ in range(self.max_blocks):
-            shape = torch.randint(len(self.blocks), (n,), generator=self.generator, device=self.device)
-            place = torch.randint(self.cells, (n, 1), generator=self.generator, device=self.device)
-            row = place // self.width + self.blocks[shape, :, 0]  # [n, 4]
-            column = place % self.width + self.blocks[shape, :, 1]
-            inside = (row < self.height) & (column < self.width)
-            spot = row.clamp(max=self.height - 1) * self.width + column.clamp(max=self.width - 1)
-            empty = free.flatten(1).gather(1, spot)
-            fits = (inside & empty).all(1, keepdim=True)
-            free = free.flatten(1).scatter(1, spot, ~fits & empty).view_as(free)
-        return free
-
-    def cut_boards(self, free):
-        """Which of the boards [n, H, W] have free cells that cannot reach one another: [n]."""
-        reached = torch.zeros_like(free).flatten(1)
-        reached.scatter_(1, free.flatten(1).to(torch.uint8).argmax(1, keepdim=True), True)
-        reached = reached.view_as(free)
-        while True:  # flood from the first free cell
-            wider = reached.clone()
-            wider[:, 1:] |= reached[:, :-1]
-            wider[:, :-1] |= reached[:, 1:]
-            wider[:, :, 1:] |= reached[:, :, :-1]
-            wider[:, :, :-1] |= reached[:, :, 1:]
-            wider &= free
-            if torch.equal(wider, reached):
-                return (reached != free).flatten(1).any(1)
-            reached = wider
-
-    def draw_free(self, n):
-        """Draws the free cells of n boards: [n, H, W]."""
-        free = self.place_blocks(torch.ones(n, self.height, self.width, dtype=torch.bool, device=self.device))
-        if not self.max_blocks:
-            return free
-        cut = self.cut_boards(free).nonzero()[:, 0]
-        while len(cut):  # the free cells must stay connected: such a draw is thrown away whole
-            again = torch.ones(len(cut), self.height, self.width, dtype=torch.bool, device=self.device)
-            free[cut] = self.place_blocks(again)
-            cut = cut[self.cut_boards(free[cut])]
-        return free
-
     def reset(self, which=None):
-        """Starts new episodes where `which` [B] says so (everywhere by default) and returns the observation."""
+        """Starts new episodes where `which` [B] says so, everywhere by default."""
         which = torch.arange(self.num_envs, device=self.device) if which is None else which.nonzero()[:, 0]
-        start, n = self.pool_next, len(which)
-        if start + n > self.pool_size:  # boards are drawn in bulk and each is used once
+        if self.pool_next + len(which) > self.pool_size:  # boards are drawn in bulk and each is used once
             self.pool_cell, self.pool_board = self.draw_boards(self.pool_size)
-            start = 0
-        self.pool_next = start + n
-        self.cell.index_copy_(1, which, self.pool_cell[:, start:start + n])
-        self.board.index_copy_(1, which, self.pool_board[:, start:start + n])
+            self.pool_next = 0
+        pool = slice(self.pool_next, self.pool_next + len(which))
+        self.pool_next = pool.stop
+        self.cell = self.cell.index_copy(1, which, self.pool_cell[:, pool])
+        self.board = self.board.index_copy(1, which, self.pool_board[:, pool])
         self.previous = self.previous.index_fill(1, which, STAY)
         self.clock = self.clock.index_fill(0, which, 0)
         self.deadline = self.deadline.index_fill(0, which, self.final_time)
-        return self.observe()
 
     # ------------------------------------------------------------------------------------ playing
+
+    def state(self):
+        """Where the games stand: the tensors of STATE as they are."""
+        return {name: getattr(self, name) for name in STATE}
 
     def legal_bits(self):
         """The legal actions of each player as bits: [N, B]."""
@@ -393,27 +1435,28 @@ class BatchedStagHunt:
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward [B, N], action as played [B, N], present when the step began [B, N], left in this
-        step [B, N], still here after it [B, N], terminated [B] and truncated [B] (the episode).
+        -> dict of reward, action as played, present when the step began, left in this step, here after it,
+        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
+        terminated, truncated, over (the episode): each [B].
         """
         bits = self.legal_bits()
-        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)  # [N, B]
-        action = torch.where((bits >> action & 1).bool(), action, STAY)
+        action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
+        action = torch.where((bits >> action & 1).bool(), action, STAY)  # [N, B]
         present = self.cell < self.cells
 
-        # Hunts, settled where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
+        # Hunts, where the players stand. A cell holds at most one prey, so all who hunt there hunt it.
         hunting = action >= HUNT_STAG
-        # Up to 256 cells fit a byte, with room for "has left"; long rows of bytes are what is fast here.
-        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)
+        cell = self.cell.to(torch.uint8 if self.cells < 256 else torch.int32)  # long rows of bytes are fast
         together = cell[:, None] == cell  # [j, i, B]
-        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=self.member_bit.dtype)  # a set, [i, B]
-        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()
+        code = self.member_bit.dtype
+        hunters = (together * (hunting * self.member_bit)[:, None]).sum(0, dtype=code)  # a set, [i, B]
+        case = (bits >> HUNT_HARE).int() * (1 << self.num_players) + hunters.int()  # prey and set [N, B]
         caught = self.caught.index_select(0, case.view(-1)).view_as(case)  # the prey on my cell, by whomever
         reward = self.share.index_select(0, (case + self.share_offset).view(-1)).view_as(case) * present
         if self.prosocial:
             reward = (reward.double().sum(0) / self.num_players).float() * present
         left = caught & hunting
-        self.board.scatter_(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
+        self.board = self.board.scatter(0, self.cell, torch.where(caught, bits & GEOGRAPHY_BITS, bits))
 
         step = self.moves.index_select(0, action.view(-1).int()).view_as(self.cell)
         self.cell = torch.where(left, self.cells, self.cell + step)
@@ -424,69 +1467,10 @@ class BatchedStagHunt:
             self.deadline = torch.minimum(self.deadline, after_catch)
         here = self.cell < self.cells
         terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        truncated = (self.clock >= self.deadline) & ~terminated
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
-                "here": here.T, "terminated": terminated, "truncated": truncated}
-
-    def step(self, actions):
-        """Plays one joint move [B, N] and begins new episodes where one ended.
-
-        -> observation, reward [B, N], terminated [B, N], truncated [B, N], info. Where the episode ended, the
-        observation is the first of the next one. A player's game is terminated in the step in which it
-        leaves or the episode terminates; once it has left, all is 0 for it until the next episode.
-        """
-        out = self.advance(actions)
-        terminated = out["left"] | (out["terminated"][:, None] & out["here"])
-        truncated = out["truncated"][:, None] & out["here"]
-        out["over"] = out["terminated"] | out["truncated"]
-        return self.reset(out["over"]), out["reward"], terminated, truncated, out
-
-    def observe(self):
-        """What each player sees, itself first: the dict of the PettingZoo game with [B, N] in front."""
-        n, cells, b = self.num_players, self.cells, self.num_envs
-        # Player boards 0, 1, ... N-1, 0, 1, ... N-2: any N of them in a row are one player's, itself first.
-        boards = torch.zeros(2 * n - 1, cells + 1, b, dtype=self.dtype, device=self.device)
-        boards[:n].scatter_(1, self.cell[:, None], 1)
-        boards[n:] = boards[:n - 1]
-        planes = torch.empty(n, n + 3, cells, b, dtype=self.dtype, device=self.device)
-        planes[:, :n] = boards[:, :cells].unfold(0, n, 1).permute(0, 3, 1, 2)
-        ground = self.board[:cells]
-        planes[:, n] = ground >> STAY & 1 ^ 1
-        planes[:, n + 1] = ground >> HUNT_STAG & 1
-        planes[:, n + 2] = ground >> HUNT_HARE
-        mask = (self.legal_bits()[:, None] >> self.action_bits[:, None]) & 1  # [N, 7, B]
-        previous = torch.cat([self.previous, self.previous[:-1]]).unfold(0, n, 1)  # [N, B, N]
-        return {
-            "observation": planes.view(n, n + 3, self.height, self.width, b).permute(4, 0, 2, 3, 1),
-            "action_mask": mask.view(torch.bool).permute(2, 0, 1),
-            "actions": previous.transpose(0, 1),
-            "step": self.clock,
-            "steps_left": self.deadline - self.clock,
-        }
-
-    def random_actions(self):
-        """Uniformly drawn legal actions [B, N]."""
-        number = torch.randint(420, self.cell.shape, generator=self.generator, dtype=torch.int32, device=self.device)
-        index = self.legal_bits().int() * 420 + number
-        return self.choice.index_select(0, index.view(-1)).view_as(index).T
-
-    # -------------------------------------------------------------------------------------- state
-
-    def get_state(self):
-        """All that the future depends on, as a dict of copies; the environment first in each tensor."""
-        return {"cell": self.cell.T.clone(), "board": self.board.T.clone(), "previous": self.previous.T.clone(),
-                "clock": self.clock.clone(), "deadline": self.deadline.clone(),
-                "pool": (self.pool_cell.clone(), self.pool_board.clone(), self.pool_next),
-                "generator": self.generator.get_state()}
-
-    def set_state(self, state):
-        """Goes on from what get_state gave; without "pool" and "generator", from that position alone."""
-        for name in ("cell", "board", "previous"):
-            setattr(self, name, state[name].T.to(self.device).clone(memory_format=torch.contiguous_format))
-        self.clock, self.deadline = state["clock"].to(self.device).clone(), state["deadline"].to(self.device).clone()
-        if "pool" in state:
-            self.pool_cell, self.pool_board, self.pool_next = state["pool"]
-            self.generator.set_state(state["generator"])
+        over = terminated | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
+                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
+                "over": over}
 
 
 # ===================================================================================== players
@@ -509,39 +1493,23 @@ RULES = {
 }
 
 
-PLAYER_NAMES = "random, ns, nh, nsh, patient-K (such as patient-28), noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns"
-
-
 def player_rule(name):
-    """The row of RULES for a rule-based player's name; None where it is no such name."""
+    """The row of RULES for the name of a rule-based player."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
-    return RULES.get(name)
-
-
-def path_lengths(board, targets, height, width):
-    """Steps from each cell to the nearest target around the obstacles: [H*W, B]; 1000 and more where there is none."""
-    far = 1000
-    free = (board[:height * width] != 0).view(height, width, -1)
-    length = torch.where(targets.view_as(free), 0, far).to(torch.int16)
-    while True:
-        near = torch.nn.functional.pad(length, (0, 0, 1, 1, 1, 1), value=far)
-        near = torch.minimum(torch.minimum(near[:-2, 1:-1], near[2:, 1:-1]),
-                             torch.minimum(near[1:-1, :-2], near[1:-1, 2:]))
-        shorter = torch.where(free, torch.minimum(length, near + 1), far)
-        if torch.equal(shorter, length):
-            return length.flatten(0, 1)
-        length = shorter
+    if name not in RULES:
+        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+                      "patient-28), mix:A,B and file.py:Class")
+    return RULES[name]
 
 
 def seeking_probabilities(game, prey_bit):
-    """The action probabilities of a player that seeks the nearest prey of one kind, in every seat: [7, N, B]."""
-    here = game.board[:game.cells]
+    """The action probabilities in each seat, [7, N, B], of a player that seeks the nearest prey of a kind."""
+    here, bits = game.board[:-1], game.legal_bits()
     targets = here & prey_bit != 0
-    length = path_lengths(game.board, targets, game.height, game.width)
-    length = torch.nn.functional.pad(length, (0, 0, 0, 1), value=0)  # those that have left
-    bits = game.legal_bits()
+    length = path_lengths(here != 0, targets, game.height, game.width)
+    length = F.pad(length, (0, 0, 0, 1), value=0)  # those that have left
     beyond = (game.cell + game.moves[:4, None, None]).clamp(0, game.cells)  # [4, N, B]
     shorter = length.gather(0, beyond.flatten(0, 1)).view_as(beyond) < length.gather(0, game.cell)
     legal = bits >> game.action_bits[:, None, None] & 1  # [7, N, B]
@@ -564,7 +1532,8 @@ def rule_probabilities(game, rule, second_half):
     stag_left = (game.board & STAG_BIT).amax(0) != 0
     seeks_stag = (game.clock < until) ^ (swaps.bool() & second_half)
     seeks_stag &= stag_left | ~falls_back.bool()
-    goal = torch.where(seeks_stag, seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT))
+    to_stag, to_hare = seeking_probabilities(game, STAG_BIT), seeking_probabilities(game, HARE_BIT)
+    goal = torch.where(seeks_stag, to_stag, to_hare)
     legal = (game.legal_bits() >> game.action_bits[:, None, None] & 1).float()
     return ((1 - noise) * goal + noise * (legal / legal.sum(0))).permute(2, 1, 0)
 
@@ -576,765 +1545,13 @@ def sample_actions(probabilities, generator):
     return (total <= number * total[..., -1:]).sum(-1)
 
 
-# ======================================================================================== data
+# =================================================================================== outputs
 
-CAUGHT = ("nothing", "a stag", "a hare")
-SOON = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128])  # a view tells which of these the steps left do not exceed
-DATA_FLAGS = ("mix", "shares", "samples", "held_out_samples")  # which a file of games has with it, beside the board's
-RECORD = {  # what a file of games holds: name -> (kind of number, shape), E episodes of at most T steps
-    "cell": ("i", "E T N"), "board": ("u", "E T C"), "deadline": ("i", "E T"), "present": ("b", "E T N"),
-    "action": ("u", "E T N"), "kind": ("i", "E N"), "caught": ("u", "E N"), "held_out": ("b", "E")}
-
-
-def game_flags(args):
-    """The flags of the board, which a file of games and a checkpoint carry with them."""
-    return {**{field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)},
-            "num_players": args.num_players}
-
-
-def mix_rules(mix, device="cpu"):
-    """The rows of RULES of the kinds of a mix: [K, 4]."""
-    rules = []
-    for name in mix:
-        rule = player_rule(name)
-        if rule is None or rule[3]:
-            known = PLAYER_NAMES.partition(", switch")[0]
-            raise Refused(f"--mix {name!r} is not known here, where no episode has a second half of a meeting; "
-                          f"there are {known}" if rule else f"--mix {name!r} is not known; there are {known}")
-        rules.append(rule)
-    return torch.tensor(rules, device=device, dtype=torch.float64).float()
-
-
-def mix_shares(args):
-    """How often each kind is drawn: [K], summing to 1."""
-    shares = torch.tensor(args.shares or [1.0] * len(args.mix), dtype=torch.float64)
-    return shares / shares.sum()
-
-
-@torch.no_grad()
-def play_games(args, num_envs=1024):
-    """Plays whole episodes until there are samples enough to train on, then others to hold out. -> a record"""
-    device = torch.device(args.device)
-    game = BatchedStagHunt(num_envs, device=args.device, seed=args.seed, **game_flags(args))
-    generator = torch.Generator(device).manual_seed(args.seed)
-    rules, shares = mix_rules(args.mix, device), mix_shares(args).to(device)
-    never = torch.zeros(num_envs, dtype=torch.bool, device=device)
-    parts = []
-    for held_out, wanted in ((False, args.samples), (True, args.held_out_samples)):
-        found = barren = 0
-        while found < wanted:
-            game.reset()
-            kind = torch.multinomial(shares, num_envs * args.num_players, True, generator=generator)
-            kind = kind.view(num_envs, args.num_players)
-            steps = {name: [] for name in ("cell", "board", "deadline", "present", "action")}
-            caught = torch.zeros(num_envs, args.num_players, dtype=torch.uint8, device=device)
-            running = ~never
-            while running.any():
-                steps["cell"].append(game.cell.T.to(torch.int16))
-                steps["board"].append(game.board.T.clone())
-                steps["deadline"].append(game.deadline.to(torch.int32))
-                out = game.advance(sample_actions(rule_probabilities(game, rules[kind], never), generator))
-                steps["present"].append(out["present"] & running[:, None])
-                steps["action"].append(out["action"])
-                caught += (out["left"] & running[:, None]) * (out["action"] - STAY)
-                running = running & ~(out["terminated"] | out["truncated"])
-            part = {name: torch.stack(values, 1) for name, values in steps.items()}
-            short = args.final_time - part["cell"].shape[1]
-            part = {name: F.pad(value, (0, 0) * (value.dim() - 2) + (0, short)) for name, value in part.items()}
-            part = {name: value.cpu() for name, value in part.items()}
-            part.update(kind=kind.cpu(), caught=caught.cpu(), held_out=torch.full((num_envs,), held_out))
-            each = samples_of(part, args).sum(1)  # [E]
-            enough = int((each.cumsum(0) + found < wanted).sum()) + 20  # episodes, some more than fill the number
-            parts.append({name: value[:enough] for name, value in part.items()})
-            gained = int(each.sum())
-            found, barren = found + gained, 0 if gained else barren + 1
-            if barren == 10:
-                raise Refused(f"--moa-samples {args.moa_samples}: {10 * num_envs} episodes of --mix "
-                              f"{' '.join(args.mix)} hold no such sample")
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-
-def samples_of(record, args):
-    """How many samples each player's game gives: its steps on the board, [E, N]."""
-    steps = record["present"].sum(1)
-    return steps * (record["caught"] > 0) if args.moa_samples == "rewarded" else steps
-
-
-def save_games(path, record, args):
-    """Keeps a record in a file that --data loads."""
-    flags = json.dumps({name: getattr(args, name) for name in (*game_flags(args), *DATA_FLAGS)})
-    try:
-        with open(path, "wb") as file:
-            np.savez_compressed(file, flags=np.array(flags), **{name: value.numpy() for name, value in record.items()})
-    except OSError as error:
-        raise Refused(f"--save-data {path} cannot be written: {error.strerror}") from error
-
-
-def load_games(args):
-    """Reads the games of --data. -> a record, and the flags with the file's board and mix taken over"""
-    flag = f"--data {args.data}"
-    try:
-        with np.load(args.data, allow_pickle=False) as file:
-            content = {name: file[name] for name in file.files}
-    except FileNotFoundError as error:
-        raise Refused(f"{flag}: there is no such file") from error
-    except Exception as error:
-        raise Refused(f"{flag} is no file of games ({type(error).__name__})") from error
-    missing = [name for name in ("flags", *RECORD) if name not in content]
-    if missing:
-        raise Refused(f"{flag} is no file of games: it has no {', '.join(missing)}")
-    try:
-        flags = json.loads(str(content["flags"]))
-        values = {name: tuple(flags[name]) if isinstance(flags[name], list) else flags[name]
-                  for name in (*game_flags(args), *DATA_FLAGS)}
-    except (ValueError, KeyError, TypeError) as error:
-        raise Refused(f"{flag} is no file of games: its flags cannot be read ({type(error).__name__})") from error
-    defaults = {field.name: field.default for field in dataclasses.fields(args)}
-    for name, value in values.items():
-        given, default = getattr(args, name), defaults[name]
-        if default is not None and not isinstance(value, (int, float) if isinstance(default, float) else type(default)):
-            raise Refused(f"{flag} is no file of games: its {name} is {value!r}")
-        if given != value and given != defaults[name]:
-            raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was made with {value}")
-    args = dataclasses.replace(args, **values)
-    check_vae_flags(args)
-    sizes = {"E": len(content["held_out"]) if content["held_out"].ndim else 0, "T": args.final_time,
-             "N": args.num_players, "C": args.height * args.width + 1}
-    if sizes["E"] == 0:
-        raise Refused(f"{flag} is empty: it holds no episode")
-    for name, (number, shape) in RECORD.items():
-        want = tuple(sizes[letter] for letter in shape.split())
-        if content[name].shape != want or content[name].dtype.kind not in {"b": "b", "i": "iu", "u": "iu"}[number]:
-            raise Refused(f"{flag}: {name} is {content[name].dtype} of shape {content[name].shape}, not "
-                          f"{'true or false' if number == 'b' else 'whole numbers'} of shape {want}")
-    for name, most in (("kind", len(args.mix) - 1), ("caught", 2), ("board", 127)):
-        if not 0 <= content[name].min() <= content[name].max() <= most:
-            raise Refused(f"{flag}: {name} holds {content[name].min()} to {content[name].max()}, not 0 to {most}")
-    there = content["present"]
-    for name, most in (("action", NUM_ACTIONS - 1), ("cell", sizes["C"] - 2)):
-        of_those = content[name][there]
-        if of_those.size and not 0 <= of_those.min() <= of_those.max() <= most:
-            raise Refused(f"{flag}: {name} of players on the board holds {of_those.min()} to {of_those.max()}, "
-                          f"not 0 to {most}")
-    if (there[:, 1:] & ~there[:, :-1]).any():
-        raise Refused(f"{flag}: present has players come back that had left")
-    kinds = {"cell": np.int16, "board": np.uint8, "deadline": np.int32, "action": np.uint8, "kind": np.int64,
-             "caught": np.uint8}
-    return {name: torch.from_numpy(content[name].astype(kinds.get(name, bool))) for name in RECORD}, args
-
-
-def fill(lengths, limit):
-    """Picks games in order until their samples are just so many: what each gives, 0 where it is left out.
-
-    Only where no game is left that fits, one is cut short: its goal in hindsight is not where it really ends.
-    """
-    picked = [0] * len(lengths)
-    for spare in (1, None):  # no game has one step only: first, one is never what remains
-        for number, length in enumerate(lengths):
-            if not picked[number] and length <= limit and limit - length != spare:
-                picked[number] = length
-                limit -= length
-    longer = [number for number, length in enumerate(lengths) if limit and not picked[number] and length]
-    if longer:
-        picked[longer[0]] = limit
-    return picked
-
-
-@torch.no_grad()
-def make_samples(record, args, held_out):
-    """Lays out the samples of the training or of the held-out episodes, one player's game after another.
-
-    Only what was on the board counts: an absent player has no cell and its action is "stay", whatever the record
-    holds of it. -> dict of tensors over M samples or S players' games:
-
-        start, length, player_kind, caught [S]
-        step, action, game [M]       game: which of the S
-        x [M, F]                     what the networks see of the player's view (features)
-        view [M, H*W*(N+3) + 15]     what is embedded: the planes of the view, how soon the clock ends, legal actions
-        cells [M, N], ground [M, H*W]  the same as classes: where each player is (H*W: gone), what lies on each cell
-        kind_probs [M, K, 7]         the action probabilities of each kind of the mix, there
-        posterior [M, K]             of the kinds, from the actions before this step
-    """
-    record = {name: value[record["held_out"] == held_out].to(args.device) for name, value in record.items()}
-    length = samples_of(record, args).flatten()  # [E * N]
-    length = torch.tensor(fill(length.tolist(), args.held_out_samples if held_out else args.samples), device=args.device)
-    if int(length.sum()) == 0:
-        raise Refused(f"{'--data ' + args.data if args.data else '--samples'}: there are no "
-                      f"{'held-out' if held_out else 'training'} samples with --moa-samples {args.moa_samples}")
-    present, cells_of_board = record["present"], args.height * args.width
-    cell = torch.where(present, record["cell"].long(), cells_of_board)
-    action = torch.where(present, record["action"].long(), STAY)
-    episodes, kinds, num_players = len(cell), len(args.mix), args.num_players
-    game = BatchedStagHunt(episodes, device=args.device, seed=0, **game_flags(args))
-    rules, never = mix_rules(args.mix, args.device), torch.zeros(episodes, dtype=torch.bool, device=args.device)
-    start, total = length.cumsum(0) - length, int(length.sum())
-    log_posterior = mix_shares(args).log().float().to(args.device).expand(episodes, num_players, kinds).clone()
-    previous, flat = torch.full_like(action[:, 0], STAY), None
-    for t in range(int(length.max())):
-        game.set_state({"cell": cell[:, t], "board": record["board"][:, t], "previous": previous.to(torch.uint8),
-                        "clock": torch.full((episodes,), t, device=args.device),
-                        "deadline": record["deadline"][:, t].long()})
-        observation = game.observe()
-        probs = torch.stack([rule_probabilities(game, rules[k].expand(episodes, num_players, 4), never)
-                             for k in range(kinds)], 2)  # [E, N, K, 7]
-        planes = observation["observation"]  # [E, N, H, W, plane]
-        ground = planes[..., num_players:] * torch.tensor([1, 2, 3], dtype=torch.uint8, device=args.device)
-        players = planes[..., :num_players].flatten(2, 3).transpose(2, 3)  # [E, N, player, H*W]
-        gone = players.amax(3, keepdim=True) == 0
-        soon = (observation["steps_left"][:, None, None] <= SOON.to(args.device)).expand(-1, num_players, -1)
-        view = torch.cat([planes.flatten(2), soon, observation["action_mask"]], 2)
-        now = {"x": features(observation).transpose(0, 1), "view": view, "action": action[:, t],
-               "cells": torch.cat([players, gone], 3).argmax(3).to(torch.int16), "ground": ground.amax(4).flatten(2),
-               "kind_probs": probs, "posterior": log_posterior.softmax(-1),
-               "step": torch.full((episodes, num_players), t, device=args.device)}
-        if flat is None:
-            flat = {name: torch.empty(total, *value.shape[2:], dtype=value.dtype, device=args.device)
-                    for name, value in now.items()}
-        rows = (length > t).nonzero()[:, 0]
-        for name, value in now.items():
-            flat[name][start[rows] + t] = value.flatten(0, 1)[rows]
-        played = probs.gather(3, action[:, t, :, None, None].expand(-1, -1, kinds, 1))[..., 0].log()
-        log_posterior = torch.where(present[:, t, :, None], log_posterior + played, log_posterior)
-        log_posterior -= log_posterior.amax(-1, keepdim=True)
-        previous = action[:, t]
-    keep = length > 0
-    flat.update(start=start[keep], length=length[keep], player_kind=record["kind"].flatten()[keep],
-                caught=record["caught"].flatten()[keep].long(),
-                game=torch.arange(int(keep.sum()), device=args.device).repeat_interleave(length[keep]))
-    kind = flat["player_kind"][flat["game"]]
-    played = flat["kind_probs"][torch.arange(total, device=args.device), kind, flat["action"]]
-    if (played == 0).any():
-        raise Refused(f"--data {args.data}: players play what their kind of --mix {' '.join(args.mix)} would not play")
-    return flat
-
-
-def fingerprint(samples):
-    """A short text that changes with the samples, so that a run is gone on with on its own data only."""
-    parts = [samples[name].cpu().numpy().tobytes() for name in ("x", "action", "length")]
-    return hashlib.sha256(b"".join(parts)).hexdigest()[:16]
-
-
-def time_major(samples, games):
-    """Lays the samples of some players' games out step after step, so that no step needs padding.
-
-    games [S] are sorted by length here, longest first: at each step the ones still going on come first. ->
-    rows [M] of the samples, before [M] (the place in this layout of the same game's step before; -1 at the first),
-    counts (how many games go on at each step), place [T, S] (where each step of each game stands), length [S]
-    """
-    length = samples["length"][games]
-    length, order = length.sort(descending=True, stable=True)
-    games = games[order]
-    step = torch.arange(int(length[0]), device=length.device)[:, None]
-    going = step < length  # [T, S]
-    rows = (samples["start"][games] + step)[going]
-    place = going.flatten().cumsum(0).view_as(going) - 1
-    before = F.pad(place[:-1], (0, 0, 1, 0), value=-1)[going]
-    return rows, before, going.sum(1).tolist(), place, length
-
-
-def goal_places(place, length, counts, horizon):
-    """Where in a time-major layout the goal of each sample stands: the view of --horizon steps on, or the last. [M]"""
-    step = torch.arange(len(counts), device=length.device)[:, None]
-    last = length - 1 if horizon is None else torch.minimum(step + horizon, length - 1)
-    return place.gather(0, last.expand(len(counts), -1))[step < length]
-
-
-# ==================================================================================== networks
-
-SIGHT = 3  # cells that a player sees exactly in each direction; further ones are seen at the rim, in theirs
-
-
-def window(size, device):
-    """Which line of its window a player in line i sees line j in: one-hot [line of the window, j, i]."""
-    line = torch.arange(size, device=device)
-    offset = (line[:, None] - line).clamp(-SIGHT, SIGHT) + SIGHT  # [j, i]
-    return (offset == torch.arange(2 * SIGHT + 1, device=device)[:, None, None]).to(torch.uint8)
-
-
-def features(observation):
-    """What the networks get of an observation: whole numbers [N, B, F], a row for each player.
-
-    The board as seen from the player's own cell: its co-players, obstacles, stags and hares counted in a window of
-    7 x 7 around it. What is further off is counted at the rim, so that the window has one size for every board and
-    "go there" looks the same wherever the player stands. Then its own row and column, everybody's previous action
-    (all one-hot), the step and the steps left (at most 255 each), and as the last seven the action mask.
-    """
-    planes = observation["observation"].permute(1, 4, 2, 3, 0)  # [N, plane, H, W, B]
-    mask = observation["action_mask"].transpose(0, 1).to(torch.uint8)  # [N, B, 7]
-    row, column = planes[:, 0].amax(2), planes[:, 0].amax(1)  # one-hot [N, H, B], [N, W, B]; empty once it has left
-    see_row = (window(row.shape[1], mask.device)[..., None] * row[:, None, None]).sum(3, dtype=torch.uint8)
-    see_column = (window(column.shape[1], mask.device)[..., None] * column[:, None, None]).sum(3, dtype=torch.uint8)
-    # [N, window row, plane, H, W, B], summed over H; then the same for the columns
-    seen = (see_row[:, :, None, :, None] * planes[:, None, 1:]).sum(3, dtype=torch.uint8)
-    seen = (see_column[:, None, None] * seen[:, :, :, None]).sum(4, dtype=torch.uint8)  # [N, row, plane, column, B]
-    previous = observation["actions"].permute(1, 2, 0)[:, :, None] == torch.arange(NUM_ACTIONS, device=mask.device)[:, None]
-    clock = torch.stack([observation["step"], observation["steps_left"]]).clamp(0, 255).to(torch.uint8)
-    parts = [seen.flatten(1, 3), row, column, previous.flatten(1, 2), clock.expand(len(mask), -1, -1), mask.transpose(1, 2)]
-    return torch.cat([part.to(torch.uint8) for part in parts], 1).transpose(1, 2)
-
-
-def legal_log_softmax(logits, mask):
-    """Log-probabilities over the legal actions, [..., M, 7]; computed by columns, five times faster than by rows of 7."""
-    columns = logits.masked_fill(~mask, -1e8).transpose(-1, -2).contiguous()
-    return columns.log_softmax(-2).transpose(-1, -2)
-
-
-def orthogonal(num_learners, inputs, outputs, gain, seed):
-    """Stacked orthogonal weights [L, inputs, outputs]; each learner's depend on the seed and its number alone."""
-    weight = torch.empty(num_learners, inputs, outputs)
-    for learner in range(num_learners):
-        generator = torch.Generator().manual_seed(seed * 1000 + learner)
-        nn.init.orthogonal_(weight[learner], gain, generator=generator)
-    return nn.Parameter(weight)
-
-
-class Symmetry:
-    """One way to turn and mirror the board and to renumber the co-players: the game is the same afterwards.
-
-    Training on turned games is training on more games. As orders of columns: `x` of the features, `view` of the
-    planes, `ground` of the cells; `cells` [H*W+1] says where a cell goes, `actions` [7] what an action becomes.
-    """
-
-    def __init__(self, args, upside_down=False, mirrored=False, transposed=False, others=None):
-        height, width, n = args.height, args.width, args.num_players
-        player = [0] + [1 + other for other in (others if others is not None else range(n - 1))]
-
-        def turn(x, row, column):
-            """Turns an array by its dimensions of rows and columns."""
-            x = x.transpose(row, column) if transposed else x
-            return x.flip([dim for dim, is_flipped in ((row, upside_down), (column, mirrored)) if is_flipped])
-
-        rows, columns = torch.arange(height), height + torch.arange(width)
-        rows, columns = (columns, rows) if transposed else (rows, columns)
-        rows, columns = rows.flip(0) if upside_down else rows, columns.flip(0) if mirrored else columns
-        moves = turn(torch.tensor([[-1, 0, -1], [2, -1, 3], [-1, 1, -1]]), 0, 1)
-        comes_from = torch.cat([moves[[0, 2, 1, 1], [1, 1, 0, 2]], torch.tensor([STAY, HUNT_STAG, HUNT_HARE])])
-        side, planes = 2 * SIGHT + 1, n + 2
-        plane = torch.tensor([p - 1 for p in player[1:]] + [n - 1, n, n + 1])
-        seen = turn(torch.arange(side * planes * side).view(side, planes, side), 0, 2)[:, plane].flatten()
-        previous = torch.arange(n * NUM_ACTIONS).view(n, NUM_ACTIONS)[player][:, comes_from].flatten()
-        parts = [seen, torch.cat([rows, columns]), previous, torch.arange(2), comes_from]
-        begins = np.cumsum([0] + [len(part) for part in parts[:-1]]).tolist()
-        self.x = torch.cat([part + begin for part, begin in zip(parts, begins)]).to(args.device)
-        plane = torch.tensor(player + [n, n + 1, n + 2])
-        self.view = turn(torch.arange(height * width * (n + 3)).view(height, width, n + 3), 0, 1)[..., plane].flatten()
-        size = len(self.view)
-        self.view = torch.cat([self.view, size + torch.arange(len(SOON)), size + len(SOON) + comes_from]).to(args.device)
-        self.ground = turn(torch.arange(height * width).view(height, width), 0, 1).flatten().to(args.device)
-        self.cells = F.pad(self.ground.argsort(), (0, 1), value=height * width)
-        self.player, self.actions = player, comes_from.argsort().to(args.device)
-
-    @classmethod
-    def draw(cls, args, generator):
-        """Any of them; a board that is not square is not transposed, players of different strength keep their place."""
-        bits = torch.randint(2, (3,), generator=generator, device=generator.device).tolist()
-        others = torch.randperm(args.num_players - 1, generator=generator, device=generator.device).tolist()
-        return cls(args, bits[0], bits[1], bits[2] and args.height == args.width, None if args.strengths else others)
-
-
-class Linear(nn.Module):
-    """L linear layers side by side: [L, M, inputs] -> [L, M, outputs]."""
-
-    def __init__(self, num_models, inputs, outputs, gain, seed):
-        super().__init__()
-        self.weight = orthogonal(num_models, inputs, outputs, gain, seed)
-        self.bias = nn.Parameter(torch.zeros(num_models, 1, outputs))
-
-    def forward(self, x):
-        return torch.baddbmm(self.bias, x, self.weight)
-
-
-class GoalPrior(nn.Module):
-    """The VAE of L models: a view -> a goal, as mean and log-variance; a goal -> the view.
-
-    What is rebuilt is a choice, so its likelihood is one: each player stands on one of the H*W cells or is gone, and
-    each cell is empty or holds an obstacle, a stag or a hare.
-    """
-
-    def __init__(self, num_models, num_players, cells, vae_size, goal_dim, seed):
-        super().__init__()
-        self.num_players, self.cells = num_players, cells
-        num_inputs = cells * (num_players + 3) + len(SOON) + NUM_ACTIONS
-        self.encoder = nn.ModuleList([
-            Linear(num_models, num_inputs, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, 2 * goal_dim, 1.0, seed)])
-        self.decoder = nn.ModuleList([
-            Linear(num_models, goal_dim, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, vae_size, math.sqrt(2), seed),
-            Linear(num_models, vae_size, num_players * (cells + 1) + 4 * cells, 1.0, seed)])
-
-    def encode(self, view):
-        """Views [L, M, H*W*(N+3) + 15] -> mean and log-variance of the goal, each [L, M, G].
-
-        A view is its planes, how soon the clock runs out (SOON) and the legal actions.
-        """
-        hidden = F.relu(self.encoder[0](view))
-        hidden = F.relu(self.encoder[1](hidden))
-        mean, logvar = self.encoder[2](hidden).chunk(2, -1)
-        return mean, logvar.clamp(-10, 4)
-
-    def decode(self, goal):
-        """Goals [L, M, G] -> log-probabilities of the players' cells [L, M, N, H*W+1], of the ground [L, M, H*W, 4]."""
-        hidden = F.relu(self.decoder[0](goal))
-        hidden = F.relu(self.decoder[1](hidden))
-        players, ground = self.decoder[2](hidden).split([self.num_players * (self.cells + 1), 4 * self.cells], -1)
-        ground = ground.unflatten(-1, (self.cells, 4)).transpose(-1, -2)  # long rows last: seven times faster on a CPU
-        return (players.unflatten(-1, (self.num_players, self.cells + 1)).log_softmax(-1),
-                ground.log_softmax(-2).transpose(-1, -2))
-
-
-class ActionModel(nn.Module):
-    """The models of other agents (MOA) of L models: (a player's view with the step, its goal) -> action probabilities.
-
-    In a search a view is met with many goals, or a goal with many views: the parts of the first layer can be
-    computed once each, and `from_parts` does the rest.
-    """
-
-    def __init__(self, num_models, num_inputs, hidden_size, goal_dim, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
-        self.register_buffer("scale", scale)
-        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
-        self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
-        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.action = Linear(num_models, hidden_size, NUM_ACTIONS, 0.01, seed)
-
-    def view_part(self, x):
-        return self.view(x * self.scale)
-
-    def goal_part(self, goal):
-        return torch.bmm(goal, self.goal)
-
-    def from_parts(self, view_part, goal_part, mask):
-        """-> log-probabilities over the legal actions [L, M, 7]"""
-        hidden = F.relu(view_part + goal_part)
-        hidden = F.relu(self.hidden(hidden))
-        return legal_log_softmax(self.action(hidden), mask)
-
-    def forward(self, x, goal):
-        """Features [L, M, F], goals [L, M, G] -> log-probabilities over the legal actions [L, M, 7]."""
-        return self.from_parts(self.view_part(x), self.goal_part(goal), x[..., -NUM_ACTIONS:] != 0)
-
-
-class GoalInference(nn.Module):
-    """The goals of a co-player from its views and actions so far (a CVAE's recognition from the past), of L models.
-
-    It weighs hypotheses as Bayes' rule does. Each hypothesis is a way to play, learned here: action probabilities for
-    every view. The memory holds their log-weights and adds the log-likelihood of each action seen, after forgetting a
-    little: h' = f * h + log p(action | view before), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
-    needed?"). The goal is read from the weights and the present view.
-
-    Step by step it is `step(carry, x)`: the carry holds the memory and what each hypothesis makes of each action.
-    """
-
-    def __init__(self, num_models, num_inputs, num_players, hidden_size, goal_dim, hypotheses, final_time, seed):
-        super().__init__()
-        scale = torch.ones(num_inputs)
-        scale[-NUM_ACTIONS - 2:-NUM_ACTIONS] = 1 / min(final_time, 255)  # the clock
-        self.register_buffer("scale", scale)
-        self.hypotheses, self.previous = hypotheses, num_inputs - 2 - (num_players + 1) * NUM_ACTIONS
-        self.view = Linear(num_models, num_inputs, hidden_size, math.sqrt(2), seed)
-        self.hidden = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed)
-        self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
-        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
-        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
-        self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
-        self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
-
-    def glance(self, x):
-        """Features [L, M, F] -> hidden units."""
-        return F.relu(self.hidden(F.relu(self.view(x * self.scale))))
-
-    def look(self, x):
-        """Features [L, M, F] -> hidden units, and the log-probabilities of the actions by hypothesis [L, M, 7, K]."""
-        hidden = self.glance(x)
-        logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, self.hypotheses))
-        return hidden, logits.masked_fill(x[..., -NUM_ACTIONS:, None] == 0, -1e8).log_softmax(-2)
-
-    def played(self, x):
-        """The player's action just before a view, as the view tells it: [L, M]."""
-        return x[..., self.previous:self.previous + NUM_ACTIONS].argmax(-1)
-
-    def read(self, h, hidden):
-        """Memory and hidden units -> mean and log-variance of the goal [L, M, G]."""
-        mean, logvar = self.out(F.relu(self.mix(torch.cat([h.softmax(-1), hidden], -1)))).chunk(2, -1)
-        return mean, logvar.clamp(-10, 4)
-
-    def start(self, num):
-        """The carry before the first view of `num` games: [L, num, K + 7 * K]."""
-        return F.pad(self.prior.expand(-1, num, -1), (0, NUM_ACTIONS * self.hypotheses))
-
-    def step(self, carry, x):
-        """(carry, features [L, B, F]) -> the next carry, mean and log-variance of the goal [L, B, G]."""
-        h, table = carry[..., :self.hypotheses], carry[..., self.hypotheses:].unflatten(-1, (NUM_ACTIONS, -1))
-        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
-        h = torch.sigmoid(self.keep) * h + table.gather(2, action)[:, :, 0]
-        hidden, table = self.look(x)
-        return torch.cat([h, table.flatten(2)], -1), *self.read(h, hidden)
-
-    def forward(self, x, before, counts):
-        """Features [L, M, F] in a time-major layout -> at each step mean and log-variance of the goal [L, M, G], and
-        the log-probabilities of the actions by the weighted hypotheses [L, M, 7]."""
-        hidden, table = self.look(x)
-        action = self.played(x)[..., None, None].expand(-1, -1, 1, self.hypotheses)
-        seen = F.pad(table, (0, 0, 0, 0, 0, 1))[:, before].gather(2, action)[:, :, 0]  # row -1: nothing was before
-        keep, h, memory = torch.sigmoid(self.keep), self.prior, []
-        for now in seen.split(counts, 1):
-            h = keep * (h if len(memory) == 0 else h[:, :now.shape[1]]) + now
-            memory.append(h)
-        h = torch.cat(memory, 1)
-        return *self.read(h, hidden), (h.log_softmax(-1)[:, :, None] + table).logsumexp(-1)
-
-
-class Goals(nn.Module):
-    """All that is learned here, for L models side by side: nothing is shared between them."""
-
-    def __init__(self, args, num_inputs, num_models=1):
-        super().__init__()
-        self.prior = GoalPrior(num_models, args.num_players, args.height * args.width, args.vae_size, args.goal_dim,
-                               args.seed)
-        self.moa = ActionModel(num_models, num_inputs, args.hidden_size, args.goal_dim, args.final_time, args.seed + 1)
-        self.inference = GoalInference(num_models, num_inputs, args.num_players, args.hidden_size, args.goal_dim,
-                                       args.hypotheses, args.final_time, args.seed + 2)
-
-
-# ==================================================================================== learning
-
-
-def gaussian_kl(mean, logvar, other_mean, other_logvar):
-    """KL(N(mean, var) || N(other)) of diagonal normals, summed over the last dimension."""
-    distance = (logvar.exp() + (mean - other_mean).square()) * (-other_logvar).exp()
-    return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
-
-
-def make_batch(samples, games, horizon, symmetry=None):
-    """The samples of some players' games in a time-major layout, as the networks want them (with L = 1 in front)."""
-    rows, before, counts, place, length = time_major(samples, games)
-    x, view, action = samples["x"][rows], samples["view"][rows], samples["action"][rows]
-    cells, ground = samples["cells"][rows].long(), samples["ground"][rows]
-    if symmetry is not None:
-        x, view, action = x[:, symmetry.x], view[:, symmetry.view], symmetry.actions[action]
-        cells, ground = symmetry.cells[cells[:, symmetry.player]], ground[:, symmetry.ground]
-    return {"rows": rows, "before": before, "counts": counts, "goal": goal_places(place, length, counts, horizon),
-            "x": x.float()[None], "view": view.float()[None], "action": action, "cells": cells, "ground": ground.long()}
-
-
-def rebuilding(players, ground, batch):
-    """What is lost in a view rebuilt: the -log-likelihood of its pieces [L, M]."""
-    cells = batch["cells"].expand(len(players), -1, -1)[..., None]
-    soil = batch["ground"].expand(len(ground), -1, -1)[..., None]
-    return -(players.gather(-1, cells).sum((-2, -1)) + ground.gather(-1, soil).sum((-2, -1)))
-
-
-def rebuilt_exactly(players, ground, batch):
-    """Whether all pieces of a view are right after rounding, which takes the likeliest place of each: [L, M]."""
-    return (players.argmax(-1) == batch["cells"]).all(-1) & (ground.argmax(-1) == batch["ground"]).all(-1)
-
-
-def loss_terms(models, batch, loss, noise):
-    """Every term on a batch, each [L, M], whatever of it is optimised; noise [L, M, G] is standard normal. Beside them,
-    the mean of each view's goal, the mean of the inferred goals, and the actions' log-probabilities with those.
-
-    moa             -log-probability of the action, with the goal known in hindsight
-    moa_inferred    the same with the goal's mean inferred from the past
-    evidence        the same by goal inference's own weighted hypotheses
-    recon           -log-likelihood of the view
-    kl              of the view's goal from the standard normal
-    inference       KL of the inferred goal from the one in hindsight
-    """
-    mean, logvar = models.prior.encode(batch["view"])
-    goal = mean + (0.5 * logvar).exp() * noise
-    recon = rebuilding(*models.prior.decode(goal if loss != "moa" else goal.detach()), batch)
-    hindsight = goal[:, batch["goal"]]
-    if loss == "recon":
-        hindsight = hindsight.detach()
-    inferred, inferred_logvar, weighed = models.inference(batch["x"], batch["before"], batch["counts"])
-    target, target_logvar = mean[:, batch["goal"]].detach(), logvar[:, batch["goal"]].detach()
-    view_part, mask = models.moa.view_part(batch["x"]), batch["x"][..., -NUM_ACTIONS:] != 0
-    action = batch["action"].expand(len(mean), -1)[..., None]
-    log_probs = [models.moa.from_parts(view_part, models.moa.goal_part(z), mask) for z in (hindsight, inferred)]
-    moa, moa_inferred, evidence = (-log_prob.gather(-1, action)[..., 0] for log_prob in (*log_probs, weighed))
-    return {"moa": moa, "moa_inferred": moa_inferred, "evidence": evidence, "recon": recon,
-            "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
-            "inference": gaussian_kl(target, target_logvar, inferred, inferred_logvar)}, (mean, inferred, log_probs[1])
-
-
-def total_loss(terms, loss, kl_weight):
-    """What shapes the goals, from the terms' means."""
-    return kl_weight * terms["kl"] + sum(terms[name] for name in ("moa", "recon") if loss in (name, "both"))
-
-
-def clip_gradients(agent, max_norm):
-    """Shortens the gradient of each learner to max_norm, on its own."""
-    gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
-    norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
-    for gradient in gradients:
-        gradient.mul_(factor)
-
-
-def train_batch(models, optimizer, batch, args, kl_weight, generator):
-    """One step of the optimiser. -> the means of the terms over the batch, each [L]"""
-    noise = torch.randn(len(models.moa.goal), len(batch["rows"]), args.goal_dim, generator=generator,
-                        device=batch["x"].device)
-    terms, _ = loss_terms(models, batch, args.loss, noise)
-    terms = {name: term.mean(-1) for name, term in terms.items()}
-    # every network learns: what does not shape the goals is learned on the goals as they are (detached above)
-    wanted = (terms["moa"] + terms["recon"] + kl_weight * terms["kl"] + terms["moa_inferred"]
-              + terms["evidence"] + args.inference_weight * terms["inference"])
-    optimizer.zero_grad()
-    wanted.sum().backward()
-    for part in (models.prior, models.moa, models.inference):
-        clip_gradients(part, args.max_grad_norm)
-    optimizer.step()
-    terms["total"] = total_loss(terms, args.loss, kl_weight)
-    return {name: term.detach() for name, term in terms.items()}
-
-
-# ====================================================================================== scores
-
-
-@torch.no_grad()
-def predict(models, samples, args):
-    """Runs the networks over samples. -> means of all terms, and per sample, in their order:
-
-    probabilities with the goal "inferred" and in "hindsight" [M, 7], the goals themselves [M, G], exact [M].
-    """
-    generator = torch.Generator(args.device).manual_seed(0)
-    each = {}
-    for games in samples["length"].argsort(descending=True, stable=True).split(512):
-        batch = make_batch(samples, games, args.horizon)
-        noise = torch.randn(1, len(batch["rows"]), args.goal_dim, generator=generator, device=args.device)
-        terms, (mean, inferred, log_probs) = loss_terms(models, batch, args.loss, noise)
-        hindsight = mean[:, batch["goal"]]
-        now = {**terms, "inferred": log_probs.exp(), "goal_inferred": inferred,
-               "hindsight": models.moa(batch["x"], hindsight).exp(), "goal_hindsight": hindsight,
-               "exact": rebuilt_exactly(*models.prior.decode(mean), batch)}
-        for name, value in now.items():
-            if name not in each:
-                each[name] = torch.empty(len(samples["x"]), *value.shape[2:], dtype=value.dtype, device=args.device)
-            each[name][batch["rows"]] = value[0]
-    means = {name: each.pop(name).mean().item() for name in terms}
-    kl_weight = args.kl_weight
-    means["total"] = total_loss(means, args.loss, kl_weight)
-    return means, each
-
-
-def true_probabilities(samples):
-    """The action probabilities [M, 7] where each player's kind is known, and where only its history is (Bayes)."""
-    kind = samples["player_kind"][samples["game"]]
-    known = samples["kind_probs"][torch.arange(len(kind), device=kind.device), kind]
-    return known, (samples["posterior"][..., None] * samples["kind_probs"]).sum(1)
-
-
-def score(probs, action, truth=None, sees_future=False):
-    """How well probabilities [M, 7] predict actions [M].
-
-    truth [M, 7] are the true probabilities of the actions, given what the predictor may know: top1 is the mean true
-    probability of the action it holds likeliest, top3 of its three likeliest, cross_entropy the mean over truth. This
-    has the same expected value as counting hits and far less luck in it. A predictor that sees the future knows more
-    than the truth given here: its cross-entropy is taken on the actions played. hit_rate, hit_rate_3 and
-    cross_entropy_played are the plain counts.
-    """
-    best = probs.topk(3, -1).indices
-    hit = best == action[:, None]
-    log_probs = probs.clamp(min=1e-12).log()
-    played = -log_probs.gather(1, action[:, None]).mean().item()
-    value = truth.gather(1, best)
-    expected = -(truth * log_probs).sum(-1).mean().item()
-    taken = F.one_hot(action, NUM_ACTIONS)
-    recall = (taken * probs).sum(0) / taken.sum(0).clamp(min=1)
-    chosen = F.one_hot(best[:, 0], NUM_ACTIONS)
-    hits = (taken * chosen).sum(0)
-    by_name = lambda values: dict(zip(ACTIONS, values.tolist()))
-    return {"top1": value[:, 0].mean().item(), "top3": value.sum(1).mean().item(),
-            "cross_entropy": played if sees_future else expected, "recall": by_name(recall),
-            "hit_rate": hit[:, 0].float().mean().item(), "hit_rate_3": hit.any(1).float().mean().item(),
-            "cross_entropy_played": played, "recall_of_likeliest": by_name(hits / taken.sum(0).clamp(min=1)),
-            "precision_of_likeliest": by_name(hits / chosen.sum(0).clamp(min=1))}
-
-
-def score_all(each, samples, frequencies):
-    """The scores of the model, of both ceilings and of always naming the commonest action: results.json's "moa"."""
-    action, (known, history) = samples["action"], true_probabilities(samples)
-    trivial = frequencies.expand(len(action), -1)
-    return {"hindsight": score(each["hindsight"], action, known, sees_future=True),
-            "inferred": score(each["inferred"], action, history),
-            "ceiling": {"kind": score(known, action, known), "history": score(history, action, history)},
-            "trivial": score(trivial, action, history)}
-
-
-def fit_readout(goals, kind, num_kinds):
-    """A linear read-out of the kind, by logistic regression: goals [M, G] -> what read_out takes."""
-    goals = goals.double()
-    centre, spread = goals.mean(0), goals.std(0).clamp(min=1e-6)
-    x = F.pad((goals - centre) / spread, (0, 1), value=1.0)
-    weight = torch.zeros(x.shape[1], num_kinds, dtype=x.dtype, device=x.device, requires_grad=True)
-    optimizer = torch.optim.LBFGS([weight], max_iter=300, line_search_fn="strong_wolfe")
-
-    def closure():
-        optimizer.zero_grad()
-        loss = F.cross_entropy(x @ weight, kind) + 1e-6 * weight.square().sum()
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-    return centre, spread, weight.detach()
-
-
-def read_out(readout, goals):
-    """The likeliest kind of each goal: [M]."""
-    centre, spread, weight = readout
-    return (F.pad((goals.double() - centre) / spread, (0, 1), value=1.0) @ weight).argmax(-1)
-
-
-@torch.no_grad()
-def goals_of(models, samples, args, most=30_000):
-    """The goals of about that many samples, whole games evenly spread: their rows, goals in hindsight, inferred."""
-    step = math.ceil(len(samples["x"]) / most)
-    parts = []
-    for games in torch.arange(0, len(samples["start"]), step, device=args.device).split(512):
-        batch = make_batch(samples, games, args.horizon)
-        hindsight = models.prior.encode(batch["view"])[0][0, batch["goal"]]
-        parts.append((batch["rows"], hindsight, models.inference(batch["x"], batch["before"], batch["counts"])[0][0]))
-    return [torch.cat(part) for part in zip(*parts)]
-
-
-def meaning_of_goals(models, train, each, held_out, args):
-    """How well a linear read-out tells the players' kinds from their goals, and what it is to be measured by.
-
-    In hindsight: beside the best rule on what the player caught in the end. Inferred: beside Bayes' rule, step by
-    step, both scored as the posterior probability of the kind they name, so that luck has no part in it.
-    """
-    num_kinds = len(args.mix)
-    kind, train_kind = (x["player_kind"][x["game"]] for x in (held_out, train))
-    caught, train_caught = (x["caught"][x["game"]] for x in (held_out, train))
-    rows, *goals = goals_of(models, train, args)
-    from_hindsight, from_inferred = (fit_readout(goal, train_kind[rows], num_kinds) for goal in goals)
-    commonest = torch.stack([torch.bincount(train_kind[train_caught == c], minlength=num_kinds)
-                             for c in range(len(CAUGHT))]).argmax(1)
-    share = lambda right: right.double().mean().item()
-    posterior = held_out["posterior"].double()
-    bayes = posterior.amax(1)
-    inferred = posterior.gather(1, read_out(from_inferred, each["goal_inferred"])[:, None])[:, 0]
-    steps = []
-    for t in range(int(held_out["step"].max()) + 1):
-        there = held_out["step"] == t
-        if there.sum() >= 100:
-            steps.append({"step": t, "samples": int(there.sum()), "bayes": share(bayes[there]),
-                          "inferred": share(inferred[there])})
-    return {"hindsight": share(read_out(from_hindsight, each["goal_hindsight"]) == kind),
-            "caught_rule": share(commonest[caught] == kind), "inferred": share(inferred), "bayes": share(bayes),
-            "largest_gap": max((step["bayes"] - step["inferred"] for step in steps), default=0.0), "by_step": steps}
-
-
-# ===================================================================================== outputs
+SCRIPT = os.path.basename(__file__)
 
 
 def resolve_flags(args, free=("total_timesteps",)):
-    """With --resume, takes over the flags of that run; one given again must be the same, except a larger of `free`."""
+    """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
     path = os.path.join(args.resume, "config.json")
@@ -1342,113 +1559,99 @@ def resolve_flags(args, free=("total_timesteps",)):
         raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
     with open(path, encoding="utf-8") as file:
         saved = json.load(file)
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if saved.pop("script") != script:
-        raise Refused(f"--resume {args.resume}: that run was made by another script than {script}")
-    values = {}
+    names = {field.name for field in dataclasses.fields(args)}
+    if saved.pop("script") != SCRIPT or saved.keys() != names:
+        raise Refused(f"--resume {args.resume}: that run was begun by another script than this {SCRIPT}")
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
     for field in dataclasses.fields(args):
-        if field.name not in saved:
-            raise Refused(f"--resume {args.resume}: that run was begun by another version of {script}")
         given, before = getattr(args, field.name), saved[field.name]
-        before = tuple(before) if isinstance(before, list) else before
-        values[field.name] = before
-        if given == field.default or given == before or field.name == "resume":
+        if given in (field.default, before) or field.name == "resume":
             continue
-        flag = "--" + field.name.replace("_", "-")
-        if field.name not in free:
-            raise Refused(f"{flag} {given} differs from {before}, with which {args.resume} was begun")
-        if given < before:
-            raise Refused(f"{flag} {given} is less than {before}, with which {args.resume} was begun")
-        values[field.name] = given
-    return dataclasses.replace(args, **{**values, "resume": args.resume})
+        if field.name not in free or given < before:
+            raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
+        saved[field.name] = given
+    return dataclasses.replace(args, **{**saved, "resume": args.resume})
 
 
 def prepare_torch(args):
-    """Threads, device and seeds."""
-    if args.threads < 1:
-        raise Refused(f"--threads {args.threads} must be at least 1")
+    """Threads, device and seed."""
+    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
-    random.seed(args.seed)
-    np.random.seed(args.seed % 2**32)
     torch.manual_seed(args.seed)
 
 
 def board_name(args):
-    """The board in short, as in the notes of stag hunters: 4x4-4h1s, 8x8-b5-4h1s."""
+    """The board in short: 4x4-4h1s, 8x8-b5-4h1s."""
     blocks = f"-b{args.max_blocks}" if args.max_blocks else ""
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    script = os.path.basename(sys.modules[type(args).__module__].__file__)
-    if args.resume is not None:
-        folder = args.resume
-    else:
-        name = args.run_name or f"stag-hunt-{board_name(args)}__{script[:-3]}__{args.seed}__{int(time.time())}"
-        if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name or not name:
-            raise Refused(f"--run-name {name!r} is no valid folder name")
-        folder = os.path.join(args.runs_dir, name)
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic
+    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = args.resume or os.path.join(args.runs_dir, name)
+    if not args.resume:
         try:
             os.makedirs(folder)
-        except FileExistsError as error:
-            raise Refused(f"--run-name {name}: {folder} exists already; go on with --resume {folder} or choose another "
-                          "name") from error
         except OSError as error:
-            raise Refused(f"--runs-dir {args.runs_dir}: {folder} cannot be made: {error.strerror}") from error
-    save_json(os.path.join(folder, "config.json"), {"script": script, **dataclasses.asdict(args), "resume": None})
+            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    save_json(os.path.join(folder, "config.json"), config)
     return folder
 
 
+def open_writer(folder, args, true_steps=0):
+    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
+
+    writer = SummaryWriter(folder, purge_step=true_steps or None)
+    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    return writer
+
+
 def save_json(path, content):
-    """Writes a JSON file whole or not at all."""
+    """Writes a JSON file, whole or not at all."""
     with open(path + ".new", "w", encoding="utf-8") as file:
         json.dump(content, file, indent=2)
     os.replace(path + ".new", path)
 
 
-def save_checkpoint(folder, content):
-    """Writes checkpoint.pt whole or not at all."""
-    path = os.path.join(folder, "checkpoint.pt")
-    torch.save(content, path + ".new")
+def save_checkpoint(folder, content, name="checkpoint.pt"):
+    """Writes a checkpoint, whole or not at all."""
+    path = os.path.join(folder, name)
+    torch.save({"script": SCRIPT, **content}, path + ".new")
     os.replace(path + ".new", path)
 
 
-def load_checkpoint(path, flag):
-    """Reads a checkpoint onto the CPU; what is none is refused in the name of the flag that asked for it."""
+def load_checkpoint(path, asked, device="cpu"):
+    """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{flag}: there is no file {path}")
+        raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
     except Exception as error:
-        raise Refused(f"{flag}: {path} is no checkpoint ({type(error).__name__})") from error
+        raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
-        raise Refused(f"{flag}: {path} is no checkpoint of these scripts")
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
 
 
-def on_device(state, device):
-    """The tensors of a checkpoint on a device, all but those of random generators, whose state stays on the CPU."""
-    if isinstance(state, torch.Tensor):
-        return state.to(device)
-    if isinstance(state, dict):
-        return {key: value if key == "generator" else on_device(value, device) for key, value in state.items()}
-    return type(state)(on_device(value, device) for value in state) if isinstance(state, (list, tuple)) else state
-
-
 class Interrupt:
-    """Turns the first Ctrl-C into a wish to stop, to be granted between two updates; the second stops at once."""
+    """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
 
     def __enter__(self):
-        self.wanted = False
-        self.before = signal.signal(signal.SIGINT, self.handle)
+        self.wanted, self.before = False, signal.signal(signal.SIGINT, self.handle)
         return self
 
-    def handle(self, number, frame):
+    def handle(self, *_):
         self.wanted = True
         signal.signal(signal.SIGINT, self.before)
 
@@ -1458,11 +1661,11 @@ class Interrupt:
 
 def print_table(title, rows):
     """Prints rows of text under a title, the first row being the head, in columns."""
-    widths = [max(len(str(row[column])) for row in rows) for column in range(len(rows[0]))]
+    widths = [max(len(str(cell)) for cell in column) for column in zip(*rows)]
     print(f"\n{title}")
     for row in rows:
-        print("  " + "  ".join(str(cell).ljust(width) if column == 0 else str(cell).rjust(width)
-                               for column, (cell, width) in enumerate(zip(row, widths))))
+        cells = [str(cell).rjust(width) for cell, width in zip(row, widths)]
+        print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
 def run_script(args_class, main):
@@ -1472,421 +1675,6 @@ def run_script(args_class, main):
     except Refused as refusal:
         print(f"error: {refusal}", file=sys.stderr)
         sys.exit(2)
-
-
-BLUE, ORANGE, GREY = "#0072b2", "#d55e00", "#8a8a8a"
-TAGS = {"total": "vae/total", "recon": "vae/recon", "kl": "vae/kl", "inference": "vae/inference",
-        "moa": "moa/loss_hindsight", "moa_inferred": "moa/loss_inferred",
-        "evidence": "moa/loss_evidence"}
-
-
-def epoch_line(epoch, moa):
-    """The line of an epoch: as in the notes, and beside it the ceilings."""
-    inferred, hindsight = moa["inferred"], moa["hindsight"]
-    history, kind = moa["ceiling"]["history"], moa["ceiling"]["kind"]
-    told = lambda scores: (f"top1={scores['top1']:.4f}, top3={scores['top3']:.4f}, hit rate={scores['hit_rate']:.4f}, "
-                           f"cross-entropy={scores['cross_entropy']:.4f}")
-    return (f"[MOA] epoch {epoch}: {told(inferred)}\n"
-            f"      ceiling, only the history known: {told(history)}\n"
-            f"      goal known in hindsight: {told(hindsight)}\n"
-            f"      ceiling, the kind known: {told(kind)}\n"
-            f"      always the commonest action: {told(moa['trivial'])}")
-
-
-def log_scores(writer, moa, row, epoch):
-    """The scores of an epoch as curves; each stands beside its ceiling."""
-    for name, value in row["held_out"].items():
-        writer.add_scalar(f"{TAGS[name]}/held_out", value, epoch)
-    writer.add_scalar("vae/exact_views", row["exact_views"], epoch)
-    for name, scores in (("hindsight", moa["hindsight"]), ("inferred", moa["inferred"]), ("trivial", moa["trivial"]),
-                         ("ceiling_kind", moa["ceiling"]["kind"]), ("ceiling_history", moa["ceiling"]["history"])):
-        for key in ("top1", "top3", "cross_entropy"):
-            writer.add_scalar(f"moa/{key}/{name}", scores[key], epoch)
-
-
-def print_results(args, moa, results, meaning):
-    """The tables at the end of a run."""
-    keys = ("top1", "hit_rate", "top3", "cross_entropy", "cross_entropy_played")
-    rows = [["", "top1", "hit rate", "top3", "cross-entropy", "on those played"]]
-    for name, scores in (("goal inferred from the past", moa["inferred"]),
-                         ("  ceiling: only the history known", moa["ceiling"]["history"]),
-                         ("goal known in hindsight", moa["hindsight"]),
-                         ("  beside it: the kind known", moa["ceiling"]["kind"]),
-                         ("always the commonest action", moa["trivial"])):
-        rows.append([name, *(f"{scores[key]:.4f}" for key in keys)])
-    print_table(f"predicting actions in held-out games ({' '.join(args.mix)}, {board_name(args)})", rows)
-    rows = [["", *ACTIONS]]
-    for name, scores in (("goal inferred", moa["inferred"]), ("  its ceiling", moa["ceiling"]["history"]),
-                         ("goal in hindsight", moa["hindsight"]), ("  the kind known", moa["ceiling"]["kind"])):
-        rows.append([name, *(f"{value:.3f}" for value in scores["recall"].values())])
-    print_table("recall: mean predicted probability of an action where it was taken", rows)
-    vae = results["vae"]
-    print(f"\nviews rebuilt: {100 * vae['exact_views']:.2f} % with every piece in its cell, recon {vae['recon']:.4f} nats, "
-          f"kl {vae['kl']:.2f} nats")
-    if meaning is not None:
-        percent = {name: f"{100 * value:.2f}" for name, value in meaning.items() if name != "by_step"}
-        print(f"kinds told by a linear read-out: {percent['hindsight']} % from the goal in hindsight (best rule on what was "
-              f"caught: {percent['caught_rule']} %),\n  {percent['inferred']} % from the inferred goal (Bayes: "
-              f"{percent['bayes']} %; largest gap at any step: {percent['largest_gap']} points)")
-
-
-def write_evaluation(folder, epoch, moa, each, samples):
-    """moa_eval_epochN.csv and .npz: scores by action; the confusion matrix, probabilities and labels."""
-    action, (known, history) = samples["action"].cpu(), true_probabilities(samples)
-    counts = torch.bincount(action, minlength=NUM_ACTIONS).tolist()
-    inferred, hindsight = moa["inferred"], moa["hindsight"]
-    best, by_kind = moa["ceiling"]["history"], moa["ceiling"]["kind"]
-    with open(os.path.join(folder, f"moa_eval_epoch{epoch}.csv"), "w", newline="", encoding="utf-8") as file:
-        writer = csv.writer(file)
-        writer.writerow(["action", "count", "ratio", "precision", "recall", "f1", "recall_ceiling", "recall_by_probability",
-                         "recall_by_probability_ceiling", "hindsight_recall", "hindsight_recall_by_probability",
-                         "kind_known_recall", "kind_known_recall_by_probability"])
-        for number, name in enumerate(ACTIONS):
-            precision, recall = inferred["precision_of_likeliest"][name], inferred["recall_of_likeliest"][name]
-            row = [precision, recall, 2 * precision * recall / max(precision + recall, 1e-12),
-                   best["recall_of_likeliest"][name], inferred["recall"][name], best["recall"][name],
-                   hindsight["recall_of_likeliest"][name], hindsight["recall"][name],
-                   by_kind["recall_of_likeliest"][name], by_kind["recall"][name]]
-            writer.writerow([number, counts[number], f"{counts[number] / len(action):.6f}", *(f"{x:.6f}" for x in row)])
-    confusion = confusion_matrix(each["inferred"].cpu(), action)
-    np.savez(os.path.join(folder, f"moa_eval_epoch{epoch}.npz"), confusion_matrix=confusion.numpy(),
-             probabilities=each["inferred"].cpu().numpy(), labels=action.to(torch.uint8).numpy(),
-             probabilities_hindsight=each["hindsight"].cpu().numpy(), history_known=history.cpu().numpy(),
-             kind_known=known.cpu().numpy(), step=samples["step"].cpu().to(torch.int16).numpy())
-
-
-def confusion_matrix(probs, action):
-    """How often each action played [row] was predicted as each [column]: [7, 7]."""
-    pairs = torch.bincount(action * NUM_ACTIONS + probs.argmax(1), minlength=NUM_ACTIONS**2)
-    return pairs.view(NUM_ACTIONS, NUM_ACTIONS)
-
-
-def figure(title, width=6.4, height=4.2, columns=1):
-    """A new picture with its axes."""
-    from matplotlib.figure import Figure  # here, so that --help and tests need not wait for it
-
-    result = Figure(figsize=(width, height), layout="constrained", dpi=120)
-    axes = result.subplots(1, columns)
-    result.suptitle(title, fontsize=11)
-    for ax in axes if columns > 1 else [axes]:
-        ax.spines[["top", "right"]].set_visible(False)
-    return result, axes
-
-
-def draw_losses(history):
-    """Every term by epoch, on training and held-out samples."""
-    names = ("moa", "moa_inferred", "evidence", "recon", "kl", "inference", "total")
-    result, axes = figure("Losses term by term (nats a sample)", 16, 3, len(names))
-    for ax, name in zip(axes, names):
-        for key, colour, label in (("train", BLUE, "training"), ("held_out", ORANGE, "held out")):
-            points = [(row["epoch"], row[key][name]) for row in history if key in row]
-            ax.plot(*zip(*points), color=colour, label=label, marker="o" if len(points) < 20 else None, markersize=3)
-        ax.set(title=name, xlabel="epoch")
-        ax.title.set_fontsize(10)
-    axes[0].legend(frameon=False, fontsize=8)
-    return result
-
-
-def draw_classes(moa, each, samples):
-    """How often each action was played and how often it was held likeliest."""
-    result, ax = figure("Actions in the held-out samples")
-    at = np.arange(NUM_ACTIONS)
-    played = torch.bincount(samples["action"], minlength=NUM_ACTIONS).cpu().numpy() / len(samples["action"])
-    mean = each["inferred"].mean(0).cpu().numpy()
-    ax.bar(at - 0.2, played, 0.4, color=BLUE, label="played")
-    ax.bar(at + 0.2, mean, 0.4, color=ORANGE, label="predicted (mean probability)")
-    ax.set_xticks(at, ACTIONS)
-    ax.set_ylabel("share of the samples")
-    ax.legend(frameon=False)
-    return result
-
-
-def draw_confusion(moa, each, samples):
-    """The confusion matrix, each row summing to 1."""
-    matrix = confusion_matrix(each["inferred"].cpu(), samples["action"].cpu()).double()
-    matrix = (matrix / matrix.sum(1, keepdim=True).clamp(min=1)).numpy()
-    result, ax = figure("Likeliest action by action played (goal inferred)", 5.6, 5)
-    ax.imshow(matrix, cmap="Blues", vmin=0, vmax=1)
-    for row in range(NUM_ACTIONS):
-        for column in range(NUM_ACTIONS):
-            ax.text(column, row, f"{matrix[row, column]:.2f}", ha="center", va="center", fontsize=8,
-                    color="white" if matrix[row, column] > 0.5 else "black")
-    ax.set_xticks(range(NUM_ACTIONS), ACTIONS, rotation=30, ha="right")
-    ax.set_yticks(range(NUM_ACTIONS), ACTIONS)
-    ax.set(xlabel="predicted", ylabel="played")
-    return result
-
-
-def draw_recall(moa, each, samples):
-    """Recall by probability of each action, beside its ceiling."""
-    result, axes = figure("Mean predicted probability of an action where it was taken", 11, 4, 2)
-    at = np.arange(NUM_ACTIONS)
-    for ax, name, ceiling, title in ((axes[0], "inferred", "history", "goal inferred; ceiling: history known"),
-                                     (axes[1], "hindsight", "kind", "goal in hindsight; beside it: kind known")):
-        ax.bar(at - 0.2, list(moa[name]["recall"].values()), 0.4, color=BLUE, label="model")
-        ax.bar(at + 0.2, list(moa["ceiling"][ceiling]["recall"].values()), 0.4, color=GREY, label=f"{ceiling} known")
-        ax.set_xticks(at, ACTIONS, rotation=30, ha="right")
-        ax.set_ylim(0, 1)
-        ax.set_title(title, fontsize=10)
-        ax.legend(frameon=False)
-    return result
-
-
-def draw_reliability(moa, each, samples):
-    """Is what was said to be 70 % likely taken 70 % of the time?"""
-    result, axes = figure("Reliability: share taken by predicted probability (all legal actions)", 9.5, 4, 2)
-    edges = np.linspace(0, 1, 11)
-    for ax, name in zip(axes, ("inferred", "hindsight")):
-        probs = each[name].cpu().numpy()
-        taken = np.eye(NUM_ACTIONS, dtype=bool)[samples["action"].cpu().numpy()]
-        legal = samples["x"][:, -NUM_ACTIONS:].cpu().numpy() != 0
-        said, happened = probs[legal], taken[legal]
-        box = np.clip(np.digitize(said, edges) - 1, 0, 9)
-        number = np.bincount(box, minlength=10)
-        some = number > 0
-        mean = np.bincount(box, said, 10)[some] / number[some]
-        rate = np.bincount(box, happened, 10)[some] / number[some]
-        error = 1.96 * np.sqrt(np.maximum(rate * (1 - rate), 1e-4) / number[some])
-        ax.plot([0, 1], [0, 1], color=GREY, linewidth=1)
-        ax.errorbar(mean, rate, error, color=BLUE, marker="o", markersize=4, linewidth=1.5)
-        ax.set(xlabel="predicted probability", ylabel="share of the times it was taken", xlim=(0, 1), ylim=(0, 1))
-        ax.set_title(f"goal {'inferred' if name == 'inferred' else 'in hindsight'}", fontsize=10)
-    return result
-
-
-def draw_goals(moa, each, samples):
-    """A map of the goal space: its two main directions, coloured by what the player caught in the end."""
-    result, axes = figure("Goals by what the player caught in the end (two main directions in hindsight)", 11, 5, 2)
-    goals = each["goal_hindsight"].double().cpu()
-    centre = goals.mean(0)
-    _, _, directions = torch.pca_lowrank(goals[::max(1, len(goals) // 5000)] - centre, 2, center=False, niter=8)
-    caught = samples["caught"][samples["game"]].cpu()
-    rows = torch.linspace(0, len(goals) - 1, min(4000, len(goals))).long()
-    for ax, name in zip(axes, ("hindsight", "inferred")):
-        points = ((each[f"goal_{name}"].double().cpu()[rows] - centre) @ directions).numpy()
-        for number, colour in enumerate((GREY, ORANGE, BLUE)):
-            of_it = (caught[rows] == number).numpy()
-            ax.scatter(*points[of_it].T, s=5, color=colour, alpha=0.5, linewidths=0, label=CAUGHT[number])
-        ax.set_title("known in hindsight" if name == "hindsight" else "inferred from the past alone", fontsize=10)
-    axes[0].legend(frameon=False, markerscale=3)
-    return result
-
-
-def draw_kinds(meaning):
-    """How well kinds are told by step: Bayes' rule and the linear read-out of the inferred goal."""
-    result, ax = figure("Kind told from the past, by steps seen")
-    steps = meaning["by_step"]
-    at = [step["step"] for step in steps]
-    ax.plot(at, [step["bayes"] for step in steps], color=GREY, marker="s", markersize=4, label="Bayes' rule")
-    ax.plot(at, [step["inferred"] for step in steps], color=BLUE, marker="o", markersize=3,
-            label="linear read-out of the inferred goal")
-    ax.axhline(meaning["hindsight"], color=ORANGE, linewidth=1, label="read-out of the goal in hindsight, all steps")
-    ax.axhline(meaning["caught_rule"], color=ORANGE, linewidth=1, linestyle=":",
-               label="best rule on what was caught, all steps")
-    ax.set(xlabel="steps seen", ylabel="share right", ylim=(None, 1.01))
-    ax.legend(frameon=False, fontsize=8)
-    return result
-
-
-def write_pictures(folder, writer, epoch, history, moa, each, samples, meaning):
-    """All pictures, as PNG in the run folder and in TensorBoard."""
-    pictures = {"losses": draw_losses(history)} if history else {}
-    for name, draw in (("class_distribution", draw_classes), ("confusion_matrix", draw_confusion), ("recall", draw_recall),
-                       ("reliability", draw_reliability), ("goal_map", draw_goals)):
-        pictures[name] = draw(moa, each, samples)
-    if meaning is not None:
-        pictures["kinds_by_step"] = draw_kinds(meaning)
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    for name, picture in pictures.items():
-        canvas = FigureCanvasAgg(picture)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-        writer.add_image(name, pixels, epoch, dataformats="HWC")
-        picture.savefig(os.path.join(folder, "pictures", f"{name}.png"))
-
-
-# ====================================================================================== main
-
-
-def check_vae_flags(args):
-    """Refuses flags that make no sense, alone or together."""
-    for name, least in (("samples", 1), ("held_out_samples", 1), ("goal_dim", 1), ("hidden_size", 1), ("vae_size", 1),
-                        ("batch_size", 1), ("hypotheses", 1), ("eval_every", 1), ("epochs", 0), ("kl_warmup", 0),
-                        ("horizon", 0)):
-        value = getattr(args, name)
-        if value is not None and value < least:
-            raise Refused(f"--{name.replace('_', '-')} {value} must be at least {least}")
-    for name in ("kl_weight", "inference_weight", "save_every"):
-        if not 0 <= getattr(args, name) < math.inf:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be a number from 0 on")
-    for name in ("learning_rate", "max_grad_norm"):
-        if not 0 < getattr(args, name) < math.inf:
-            raise Refused(f"--{name.replace('_', '-')} {getattr(args, name)} must be greater than 0")
-    if not args.mix:
-        raise Refused("--mix names no kind of player")
-    mix_rules(args.mix)
-    if args.shares is not None:
-        shares = f"--shares {' '.join(f'{share:g}' for share in args.shares)}"
-        if len(args.shares) != len(args.mix):
-            raise Refused(f"{shares} must be {len(args.mix)} numbers, one for each of --mix {' '.join(args.mix)}")
-        if not all(0 < share < math.inf for share in args.shares):
-            raise Refused(f"{shares} must be greater than 0")
-    if args.kl_warmup and not args.kl_weight:
-        raise Refused(f"--kl-warmup {args.kl_warmup} means nothing with --kl-weight 0")
-    if args.kl_warmup > args.epochs:
-        raise Refused(f"--kl-warmup {args.kl_warmup} is longer than the {args.epochs} --epochs")
-    if args.epochs == 0 and args.init_from is None:
-        raise Refused("--epochs 0 trains nothing: name networks to score with --init-from")
-    if args.data is not None and args.save_data is not None:
-        raise Refused(f"--save-data {args.save_data} means nothing with --data {args.data}: the games are kept already")
-
-
-def load_goals(path, flag, args, num_inputs):
-    """The networks of a checkpoint of this script; ones that do not fit the flags are refused."""
-    checkpoint = load_checkpoint(path, flag)
-    if checkpoint["script"] != "pretrain_vae.py":
-        raise Refused(f"{flag}: {path} holds no goals, it was written by {checkpoint['script']}")
-    for name in ("height", "width", "num_players", "goal_dim", "hidden_size", "vae_size", "hypotheses"):
-        trained, given = checkpoint["config"][name], getattr(args, name)
-        if trained != given:
-            raise Refused(f"--{name.replace('_', '-')} {given} does not fit {flag}, which was trained with {trained}")
-    models = Goals(args, num_inputs)
-    models.load_state_dict(checkpoint["goals"])
-    return models
-
-
-def main(args):
-    args = resolve_flags(args, free=("epochs",))
-    check_vae_flags(args)
-    prepare_torch(args)
-    if args.data is not None:
-        record, args = load_games(args)
-    else:
-        record = play_games(args)
-    train, held_out = (make_samples(record, args, is_held_out) for is_held_out in (False, True))
-    checkpoint = args.resume and on_device(load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}"),
-                                           args.device)
-    data = fingerprint(train)
-    if checkpoint and checkpoint["data"] != data:
-        raise Refused(f"--resume {args.resume}: the samples are not those it was trained on"
-                      + (f"; --data {args.data} has changed" if args.data else ""))
-    num_inputs = train["x"].shape[1]
-    if args.init_from is not None and not checkpoint:
-        models = load_goals(args.init_from, f"--init-from {args.init_from}", args, num_inputs)
-    else:
-        models = Goals(args, num_inputs)
-    models.to(args.device)
-    if args.save_data is not None and args.resume is None:
-        save_games(args.save_data, record, args)
-    folder = open_run(args)
-
-    optimizer = torch.optim.Adam(models.parameters(), lr=args.learning_rate, eps=1e-5, fused=True)
-    generator = torch.Generator(args.device).manual_seed(args.seed)
-    num_games, num_samples = len(train["start"]), len(train["x"])
-    batches = math.ceil(num_games / args.batch_size)
-    frequencies = torch.bincount(train["action"], minlength=NUM_ACTIONS).float() / num_samples
-    history, epoch, done, order, sums, seconds_before = [], 0, 0, None, {}, 0.0
-    if checkpoint:
-        models.load_state_dict(checkpoint["goals"])
-        optimizer.load_state_dict(checkpoint["optimizer"])
-        generator.set_state(checkpoint["generator"])
-        history, epoch, done = checkpoint["history"], checkpoint["epoch"], checkpoint["done"]
-        order, seconds_before = checkpoint["order"], checkpoint["seconds"]
-        sums = {name: value.to(args.device) for name, value in checkpoint["sums"].items()}
-
-    def seconds():
-        return seconds_before + time.perf_counter() - START
-
-    def save():
-        save_checkpoint(folder, {
-            "script": "pretrain_vae.py", "config": dataclasses.asdict(args), "goals": models.state_dict(),
-            "num_inputs": num_inputs, "optimizer": optimizer.state_dict(), "generator": generator.get_state(),
-            "data": data, "history": history, "epoch": epoch, "done": done, "order": order, "sums": sums,
-            "seconds": seconds()})
-
-    from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
-
-    writer = SummaryWriter(folder, purge_step=epoch if checkpoint else None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    print(f"[VAE] {num_samples} samples of {num_games} players' games to train on, {len(held_out['x'])} of other "
-          f"episodes held out ({board_name(args)}, {' '.join(args.mix)})")
-    if args.moa_samples == "rewarded":
-        print("[MOA] --moa-samples rewarded picks players by what they will catch; the ceilings know nothing of that, "
-              "and may be exceeded")
-    means, each, moa = None, None, None
-    saved = time.perf_counter()
-    bar = tqdm(total=args.epochs * num_samples, initial=epoch * num_samples, unit=" samples", unit_scale=True,
-               dynamic_ncols=True, mininterval=0.5, desc="training")
-    with Interrupt() as interrupt:
-        while epoch < args.epochs and not interrupt.wanted:
-            epoch_begun, begun_at = time.perf_counter(), done
-            if order is None:
-                order = torch.randperm(num_games, generator=generator, device=args.device)
-            pieces = order.to(args.device).chunk(batches)
-            while done < len(pieces) and not interrupt.wanted:
-                progress = epoch + done / len(pieces)
-                for group in optimizer.param_groups:
-                    group["lr"] = args.learning_rate * (1 - progress / args.epochs)
-                kl_weight = args.kl_weight * (min(1.0, progress / args.kl_warmup) if args.kl_warmup else 1.0)
-                symmetry = Symmetry.draw(args, generator) if args.augment else None
-                batch = make_batch(train, pieces[done], args.horizon, symmetry)
-                losses = train_batch(models, optimizer, batch, args, kl_weight, generator)
-                weight = len(batch["rows"]) / num_samples
-                sums = {name: sums.get(name, 0.0) + value.double() * weight for name, value in losses.items()}
-                done += 1
-                bar.update(len(batch["rows"]))
-                if time.perf_counter() - saved > args.save_every:
-                    saved = time.perf_counter()
-                    save()
-            if done < len(pieces):
-                break
-            row = {"epoch": epoch, "train": {name: value.item() for name, value in sums.items()}}
-            trained_seconds = time.perf_counter() - epoch_begun
-            epoch, done, order, sums = epoch + 1, 0, None, {}
-            if epoch % args.eval_every == 0 or epoch == args.epochs:
-                means, each = predict(models, held_out, args)
-                moa = score_all(each, held_out, frequencies)
-                row.update(held_out=means, top1=moa["inferred"]["top1"], exact_views=each["exact"].double().mean().item())
-                write_evaluation(folder, epoch - 1, moa, each, held_out)
-                bar.clear()
-                tqdm.write(epoch_line(epoch - 1, moa))
-                tqdm.write(f"[VAE] epoch {epoch - 1}: " + ", ".join(
-                    f"{name}={row['held_out'][name]:.4f}" for name in TAGS)
-                    + f", exact_views={row['exact_views']:.4f}")
-                log_scores(writer, moa, row, epoch)
-            history.append(row)
-            for name, value in row["train"].items():
-                writer.add_scalar(f"{TAGS[name]}/train", value, epoch)
-            writer.add_scalar("charts/learning_rate", optimizer.param_groups[0]["lr"], epoch)
-            writer.add_scalar("vae/kl_weight", kl_weight, epoch)
-            writer.add_scalar("charts/SPS", num_samples * (1 - begun_at / len(pieces)) / trained_seconds, epoch)
-            writer.add_scalar("time/epoch", trained_seconds, epoch)
-        save()
-    bar.close()
-    trained_seconds = seconds()
-    if epoch < args.epochs:
-        writer.close()
-        print(f"stopped in epoch {epoch}; go on with: python pretrain_vae.py --resume {folder}")
-        return 130
-
-    if each is None:  # nothing was left to train
-        means, each = predict(models, held_out, args)
-        moa = score_all(each, held_out, frequencies)
-    meaning = meaning_of_goals(models, train, each, held_out, args) if len(args.mix) > 1 else None
-    write_pictures(folder, writer, epoch, history, moa, each, held_out, meaning)
-    writer.close()
-    exact = each["exact"].double().mean().item()
-    results = {"epochs": epoch, "samples": num_samples, "held_out_samples": len(held_out["x"]), "moa": moa,
-               "vae": {**{name: means[name] for name in ("recon", "kl", "total", "inference")}, "exact_views": exact},
-               "goal": meaning, "training_seconds": round(trained_seconds, 2), "seconds": round(seconds(), 2),
-               "cpu_seconds": round(time.process_time(), 2)}
-    save_json(os.path.join(folder, "results.json"), results)
-    print_results(args, moa, results, meaning)
-    print(f"\n{epoch} epochs on {num_samples} samples in {results['seconds']:.0f} s. Everything is in {folder}")
-    return 0
 
 
 if __name__ == "__main__":

@@ -4,8 +4,8 @@
     python benchmark/vae.py --cases 4x4 8x8-b5         some of them
     python benchmark/vae.py --table                    only print what is there
 
-Each result is written to runs/benchmark_vae.jsonl as it comes, and a run that is there is not done again: stop it and go
-on as you like. Prints Markdown tables: means over the seeds, ± their standard deviation.
+Each result goes to runs/benchmark_vae.jsonl as it comes, and a run that is there is not done again: stop
+it and go on as you like. Prints Markdown tables: means over the seeds, ± their standard deviation.
 """
 
 import argparse
@@ -16,16 +16,17 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECON = ["--loss", "recon", "--vae-size", "256", "--kl-weight", "1e-4", "--eval-every", "5"]
+RECON = ["--loss", "recon", "--vae-size", "256", "--kl-weight", "1e-4", "--epochs", "10", "--eval-every", "5"]
 BLOCKS = ["--height", "8", "--width", "8", "--max-blocks", "5"]
 CASES = {
     "4x4": [],
     "8x8-b5": BLOCKS,
-    "4x4 recon": [*RECON, "--epochs", "30"],
+    "4x4 recon": RECON,
     "4x4 goal-dim 8": ["--goal-dim", "8"],
     "4x4 both": ["--loss", "both"],
-    "8x8-b5 30 epochs": [*BLOCKS, "--epochs", "30", "--eval-every", "5"],
-    "8x8-b5 recon": [*BLOCKS, *RECON, "--epochs", "30"],
+    "4x4 few games": ["--episodes", "3600", "--epochs", "12", "--eval-every", "4"],
+    "8x8-b5 10 epochs": [*BLOCKS, "--epochs", "10", "--eval-every", "5"],
+    "8x8-b5 recon": [*BLOCKS, *RECON],
 }
 ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 
@@ -33,17 +34,17 @@ ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 def run(case, seed, file, threads):
     """Does one run and writes its figures."""
     folder = ROOT / "runs" / f"benchmark-vae-{case.replace(' ', '-')}-{seed}"
-    command = [sys.executable, "pretrain_vae.py", "--seed", str(seed), "--run-name", folder.name, "--threads", str(threads),
-               *CASES[case]]
+    command = [sys.executable, "pretrain_vae.py", "--seed", str(seed), "--run-name", folder.name,
+               "--threads", str(threads), *CASES[case]]
     if (folder / "checkpoint.pt").exists():
         command = [sys.executable, "pretrain_vae.py", "--resume", str(folder)]
     elif folder.exists():
-        raise SystemExit(f"{folder} holds a run that was stopped before its first checkpoint: delete it first")
+        raise SystemExit(f"{folder} was stopped before its first checkpoint: delete it first")
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{' '.join(command)} failed:\n{done.stderr[-2000:]}")
     results = json.loads((folder / "results.json").read_text())
-    results["goal"].pop("by_step")
+    results["goals"].pop("by_step")
     with open(file, "a", encoding="utf-8") as lines:
         lines.write(json.dumps({"case": case, "seed": seed, **results}) + "\n")
 
@@ -68,40 +69,45 @@ def table(head, rows):
 def print_tables(results):
     cases = {case: [result for result in results if result["case"] == case] for case in CASES}
     cases = {case: of_it for case, of_it in cases.items() if of_it}
-    inferred, history = (lambda r: r["moa"]["inferred"]), (lambda r: r["moa"]["ceiling"]["history"])
-    hindsight, kind = (lambda r: r["moa"]["hindsight"]), (lambda r: r["moa"]["ceiling"]["kind"])
+    inferred, history, hindsight, kind = (lambda r, name=name: r["moa"][name]
+                                          for name in ("inferred", "history", "hindsight", "kind"))
     print("Actions predicted from the inferred goal\n")
-    table(["case", "seeds", "top1", "ceiling", "top1 / ceiling, %", "top3", "ceiling", "cross-entropy", "above its floor",
-           "recall furthest below its ceiling", "always the commonest"],
+    table(["case", "seeds", "top1", "ceiling", "top1 / ceiling, %", "top3", "ceiling", "cross-entropy",
+           "above its floor", "recall furthest below its ceiling", "always the commonest"],
           [[case, str(len(of_it)), *(spread(values, digits, factor) for values, digits, factor in (
               ([inferred(r)["top1"] for r in of_it], 4, 1), ([history(r)["top1"] for r in of_it], 4, 1),
               ([inferred(r)["top1"] / history(r)["top1"] for r in of_it], 2, 100),
               ([inferred(r)["top3"] for r in of_it], 4, 1), ([history(r)["top3"] for r in of_it], 4, 1),
               ([inferred(r)["cross_entropy"] for r in of_it], 4, 1),
               ([inferred(r)["cross_entropy"] - history(r)["cross_entropy"] for r in of_it], 4, 1),
-              ([max(history(r)["recall"][a] - inferred(r)["recall"][a] for a in ACTIONS) for r in of_it], 4, 1),
+              ([max(history(r)["recall"][a] - inferred(r)["recall"][a] for a in ACTIONS)
+                for r in of_it], 4, 1),
               ([r["moa"]["trivial"]["top1"] for r in of_it], 4, 1)))] for case, of_it in cases.items()])
     print("Actions predicted from the goal known in hindsight\n")
     table(["case", "top1", "kind known", "top3", "kind known", "cross-entropy", "kind known"],
           [[case, *(spread([part(r)[key] for r in of_it], 4) for key in ("top1", "top3", "cross_entropy")
                     for part in (hindsight, kind))] for case, of_it in cases.items()])
     print("Recall by probability, goal inferred / its ceiling\n")
-    table(["case", *ACTIONS], [[case, *(f"{statistics.mean(inferred(r)['recall'][a] for r in of_it):.3f} / "
-                                        f"{statistics.mean(history(r)['recall'][a] for r in of_it):.3f}" for a in ACTIONS)]
-                               for case, of_it in cases.items()])
-    print("What the goals mean, views rebuilt, and time\n")
-    table(["case", "seeds", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %", "Bayes, %",
-           "largest gap at a step, points", "exact views, %", "recon, nats", "kl, nats", "total", "epochs", "seconds", "CPU seconds"],
-          [[case, str(len(of_it)), *(spread([r["goal"][key] for r in of_it], 2, 100)
+    recall = lambda part, action, of_it: f"{statistics.mean(part(r)['recall'][action] for r in of_it):.3f}"
+    table(["case", *ACTIONS],
+          [[case, *(f"{recall(inferred, a, of_it)} / {recall(history, a, of_it)}" for a in ACTIONS)]
+           for case, of_it in cases.items()])
+    print("What the goals mean, boards rebuilt, and time\n")
+    table(["case", "seeds", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %",
+           "Bayes, %", "largest gap at a step, points", "exact boards, %", "recon, nats", "kl, nats", "total", "epochs",
+           "seconds", "CPU seconds"],
+          [[case, str(len(of_it)), *(spread([r["goals"][key] for r in of_it], 2, 100)
                     for key in ("hindsight", "caught_rule", "inferred", "bayes", "largest_gap")),
-            spread([r["vae"]["exact_views"] for r in of_it], 2, 100),
-            *(spread([r["vae"][key] for r in of_it], 3) for key in ("recon", "kl", "total")), str(of_it[0]["epochs"]),
-            spread([r["seconds"] for r in of_it], 0), spread([r["cpu_seconds"] for r in of_it], 0)]
+            spread([r["exact_boards"] for r in of_it], 2, 100),
+            *(spread([r["losses"][key] for r in of_it], 3) for key in ("recon", "kl", "total")),
+            str(of_it[0]["epochs"]),
+            *(spread([r[key] for r in of_it], 0) for key in ("seconds", "cpu_seconds"))]
            for case, of_it in cases.items()])
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(description=__doc__,
+                                     formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3, 4, 5])
     parser.add_argument("--threads", type=int, default=1)
