@@ -650,8 +650,7 @@ def load_goals(path, asked, args, prior, known):
 
 
 def last_steps(ends, horizon):
-    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T,
-    B]."""
+    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T, B]."""
     steps = ends.shape[-2]
     last, end = torch.empty(ends.shape, dtype=torch.int64, device=ends.device), steps - 1
     for t in reversed(range(steps)):
@@ -661,8 +660,7 @@ def last_steps(ends, horizon):
 
 
 def pick_goals(mean, logvar, goal_step):
-    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T,
-    B]."""
+    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T, B]."""
     index = goal_step[..., None].expand(*goal_step.shape, mean.shape[-1])
     mean, logvar = (part.unflatten(1, goal_step.shape[1:]).gather(1, index) for part in (mean, logvar))
     return {"goal_mean": mean, "goal_logvar": logvar}
@@ -2155,14 +2153,14 @@ class GoalPrior(nn.Module):
 
 
 class OtherModel(nn.Module):
-    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
-    recognition from the past), and what it will do next, from its view and its goal (MOA).
+    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's recognition
+    from the past), and what it will do next, from its view and its goal (MOA).
 
-    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their log-weights, to which each action seen adds
-    its log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear
-    recurrence (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the
-    present view. With `silent` all goals are 0. """
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action probabilities for every
+    view. The memory [P, B, H] holds their log-weights, to which each action seen adds its log-likelihood, after a little
+    has been forgotten: h' = f * h + log p(action | view), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
+    needed?"). A goal is read from the weights and the present view. With `silent` all goals are 0.
+    """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
         super().__init__()
@@ -2183,8 +2181,8 @@ class OtherModel(nn.Module):
         return self.prior.expand(-1, num, -1)
 
     def look(self, x):
-        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
-        log-probabilities of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]; log-probabilities
+        of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
         first = self.view(x)
         hidden = F.relu(self.glance(F.relu(first)))
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
@@ -2198,8 +2196,8 @@ class OtherModel(nn.Module):
         return torch.where(seen[..., None], after, memory)
 
     def follow(self, memory, table, action, seen):
-        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
-        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
+        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H], and the
+        log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         keep, before = torch.sigmoid(self.keep), []
         for t in range(taken.shape[1]):
@@ -2209,8 +2207,7 @@ class OtherModel(nn.Module):
         return before, (before.log_softmax(-1) + taken).logsumexp(-1)
 
     def read(self, memory, hidden):
-        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M,
-        G]."""
+        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M, G]."""
         weights = memory.softmax(-1)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
@@ -2218,8 +2215,8 @@ class OtherModel(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
     def act(self, first, mask, which=slice(None)):
-        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
-        [P, M, 7]. which: the models that are asked, in this order"""
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions [P, M, 7].
+        which: the models that are asked, in this order"""
         dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
         return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
 
@@ -2339,8 +2336,8 @@ class WorldModel(nn.Module):
         end    who and what is left, the clock -> own game over, episode over
     """
 
-    def __init__(self, hidden_size=64, rewards=(0.0, 1.0)):
-        """rewards: those that training has shown."""
+    def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
+        """rewards: those that training has shown; gives: whether those on other cells pay (`others_pay`)."""
         super().__init__()
         inputs = NUM_ACTIONS * (1 + 1 + MOST_PLAYERS - 1)
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
@@ -2348,6 +2345,7 @@ class WorldModel(nn.Module):
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
+        self.register_buffer("gives", torch.tensor(gives))
 
     def read(self, token):
         """Tokens [K] -> logits of the next place [K, 10] and of stag and hare staying [K, 2]; what the player
@@ -2366,10 +2364,13 @@ class WorldModel(nn.Module):
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
 
-    def earned(self, own, gift, cell, cells):
-        """What each player gets: its own earnings, and gifts of those on other cells. All are [N, B]."""
-        present = cell < cells
-        return (own + (gift * ((cell != cell[:, None]) & present)).sum(1)) * present
+    def earned(self, pay, cell, cells):
+        """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
+        other cells [N, B]."""
+        present, (own, gift) = cell < cells, pay.unbind(-1)
+        if self.gives:
+            own = own + (gift * ((cell != cell[:, None]) & present)).sum(1)
+        return own * present
 
     def shares(self, pay):
         """pay of `read` [K, 2] in the game's units: own earnings [K], settled, and gifts [K], none where they
@@ -2399,7 +2400,7 @@ class WorldModel(nn.Module):
         planes = [(place * weight).sum(1), weight.new_zeros(1), (prey * weight[..., None]).sum((0, 1))]
 
         egos = len(rows["reward"])  # all players, or the first alone
-        reward = self.earned(*pay.unbind(-1), cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
+        reward = self.earned(pay, cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
         reward = (reward.square() * weight[:egos]).sum() / weight[:egos].sum()
 
         end = self.read_end(*what_is_left(rows["next_cell"], rows["next_board"]), rows["clock"],
@@ -2442,8 +2443,9 @@ class WorldTables:
         self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
         stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
         self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.own, self.gift = (absent(table, 0.0) for table in model.shares(pay))
-        self.gives = bool(self.gift.any())
+        self.gives = bool(model.gives)
+        own, gift = (pay * model.scale).T.contiguous()
+        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
 
         self.times = CLOCK_LEVELS[-1] + 1
         number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left

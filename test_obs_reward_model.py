@@ -890,14 +890,18 @@ def load_world_model(path, asked, device="cpu"):
     checkpoint = load_checkpoint(path, asked, device)
     if "world_model" not in checkpoint:
         raise Refused(f"{asked} holds no world model, it was written by {checkpoint['script']}")
-    weights = checkpoint["world_model"]
+    return make_world_model(checkpoint["world_model"], asked, device), checkpoint
+
+
+def make_world_model(weights, asked, device="cpu"):
+    """The model whose weights were saved, in a file that `asked` names."""
     try:
         model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
         model.load_state_dict(weights)
     except (KeyError, TypeError, RuntimeError, AttributeError) as error:
         reason = type(error).__name__
         raise Refused(f"{asked}: its world model does not fit this script ({reason})") from error
-    return model.to(device), checkpoint
+    return model.to(device)
 
 
 # ================================================================================= world model

@@ -1315,9 +1315,9 @@ def save_json(path, content):
     os.replace(path + ".new", path)
 
 
-def save_checkpoint(folder, content):
-    """Writes checkpoint.pt, whole or not at all."""
-    path = os.path.join(folder, "checkpoint.pt")
+def save_checkpoint(folder, content, name="checkpoint.pt"):
+    """Writes a checkpoint, whole or not at all."""
+    path = os.path.join(folder, name)
     torch.save({"script": SCRIPT, **content}, path + ".new")
     os.replace(path + ".new", path)
 

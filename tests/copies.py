@@ -31,7 +31,6 @@ DIFFERENT = {
     "update": "each script learns something else",
     "rollout": "each script needs other things of a step",
     "Table": "other players sit at the tables of each script",
-    "load_policies": "each script has its own networks",
     "log_update": "each script has its own figures",
     "record_episode": "each script shows its own players",
     "evaluate": "each script measures its own players",
