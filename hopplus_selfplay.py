@@ -176,7 +176,7 @@ class Args(RunArgs, GameArgs):
     """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
     warmup_meetings: int = 128
     """meetings of rule-based players in the warm-up, each of four episodes or more"""
-    warmup_epochs: int = 8
+    warmup_epochs: int = 6
     """times that the warm-up of goals and models of others goes through them"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
     """who plays in the warm-up"""
@@ -426,7 +426,7 @@ def train(args):
         while run.timesteps < args.total_timesteps and not interrupt.wanted:
             left = 1 - run.timesteps / args.total_timesteps  # the share of the run that is still to come
             run.optimizer.param_groups[0]["lr"] = args.learning_rate * left
-            run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * math.sqrt(left)
+            run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * left**0.25
 
             real = play_steps(table, run.returns, args.num_steps, args.search)
             run.timesteps += args.num_steps * args.num_envs
@@ -568,7 +568,7 @@ def report(args, folder, run, log):
 
 # ===================================================================================== warm-up
 
-WARMUP_RATE = 4e-3  # step size of Adam at the start of both parts of the warm-up
+WARMUP_RATE = 8e-3  # step size of Adam at the start of the warm-up
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
 HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
 PRIOR_WEIGHT = 1e-3  # of the goal prior's distance to the standard normal, in the warm-up
@@ -611,7 +611,7 @@ def warm_up_goals(args, table, record):
         goal_step = row(last_steps(record["ends"], args.horizon))
         x, action, seen = row(x), row(record["actions"]).long(), row(record["present"])
         pieces = [piece for _ in range(args.warmup_epochs) for piece in
-                  torch.randperm(x.shape[2], generator=generator, device=x.device).split(16)]
+                  torch.randperm(x.shape[2], generator=generator, device=x.device).split(4)]
         for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
             optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
             lesson = {"x": x[:, :, piece], "action": action[:, :, piece], "seen": seen[:, :, piece],
@@ -686,7 +686,7 @@ def make_world_model(weights, asked, device="cpu"):
     return model.to(device)
 
 
-WORLD_STEPS, WORLD_UPDATES = 10_000, 400  # true-game steps, and gradient steps, from which the warm-up learns the world
+WORLD_STEPS, WORLD_UPDATES = 6_000, 400  # true-game steps, and gradient steps, from which the warm-up learns the world
 WORLD_RATE = 1e-2  # step size of Adam at the start
 WORLD_SHRINK = 0.06  # pull on the first weights towards 0, as a share of it
 
