@@ -16,31 +16,34 @@ import tyro
 
 from ppo import any_unknown, keep, run, spread
 
+WIDE = "--height 8 --width 8"
+SCARCE = "--hares 2 --final-time 12"
 RUNS = {
     "full": "",
     "rules-as-model": "--search-model rules",
     "no-search": "--search none",
     "one-step": "--search one-step",
-    "no-imagination": "--imagined-ratio 0",
+    "one-tree": "--num-trees 1",
+    "no-imagination": "--imagined-per-real 0",
     "no-strangers": "--strangers 0",
-    "no-tremble": "--tremble 0",
+    "no-prize-floor": "--prize-floor inf",
     "goals-zero": "--goals zero",
-    "goals-none": "--goals none",
-    "goals-prey": "--goals prey",
     "selector-min": "--selector min",
     "samples-rewarded": "--moa-samples rewarded",
-    "buffer-5000": "--buffer episodes --buffer-size 5000",
-    "buffer-20000": "--buffer episodes --buffer-size 20000",
-    "among-3-ns": "--players hop ns ns ns --imagined-ratio 24 --num-minibatches 12 --strangers 0.5",
+    "buffer-5000": "--buffer-size 5000",
+    "among-3-ns": "--players hop ns ns ns",
     "among-ns-nh-nh": "--players hop ns nh nh",
-    "8x8": "--height 8 --width 8",
-    "8x8-5-blocks": "--height 8 --width 8 --max-blocks 5",
-    "scarce": "--hares 2 --final-time 12",
-    "scarce-goals-zero": "--hares 2 --final-time 12 --goals zero",
+    "8x8": WIDE,
+    "8x8-5-blocks": f"{WIDE} --max-blocks 5",
+    "scarce": SCARCE,
+    "scarce-goals-zero": f"{SCARCE} --goals zero",
+    "scarce-no-prize-floor": f"{SCARCE} --prize-floor inf",
+    "scarce-no-search": f"{SCARCE} --search none",
+    "scarce-one-tree": f"{SCARCE} --num-trees 1",
 }
-STRANGERS = {name: ("nh nh nh",) for name, flags in RUNS.items() if "--players" not in flags and "--height" not in flags} | {
-    "full": ("ns ns ns", "nh nh nh", "random random random", "ns nh nh"),
-    **dict.fromkeys(("scarce", "scarce-goals-zero"), ("ns ns ns", "nh nh nh", "random random random"))}
+ALL = ("ns ns ns", "nh nh nh", "random random random")
+STRANGERS = {name: ("nh nh nh",) for name, flags in RUNS.items() if "--players" not in flags and "max-blocks" not in flags}
+STRANGERS |= {"full": (*ALL, "ns nh nh"), "scarce": ALL, "scarce-goals-zero": ALL}
 
 
 @dataclasses.dataclass
@@ -59,20 +62,20 @@ class Args:
 
 def table(done):
     """The Markdown table of all that is done: {run: [results of each seed]}."""
-    lines = ["| run | seeds | searched | policy alone | by player | steps to 2.85 | seconds to 2.85 | largest fall, last quarter | "
+    lines = ["| run | seeds | searched | policy alone | by player | true steps to 2.85 | seconds to 2.85 | largest fall, last quarter | "
              "MOA top-1 / ceiling |", "|" + "---|" * 9]
     for name, seeds in done.items():
         played = [result["evaluation"].get("searched") or result["evaluation"]["policy"] for result in seeds]
         players = [key for key in played[0] if key.startswith("player_")]
-        reached = [result["thresholds"].get("2.85") or {"seconds": None, "timesteps": None} for result in seeds]
-        moa = [f"{kind} {spread([result['moa'][kind]['top1'] for result in seeds], 2)} / "
-               f"{spread([result['moa'][kind]['top1_ceiling'] for result in seeds], 2)}" for kind in seeds[0]["moa"]]
+        reached = [result["thresholds"].get("2.85") or {"seconds": None, "true_steps": None} for result in seeds]
+        moa = [f"{kind} {spread([scores['moa'][kind]['top1'] for scores in seeds])} / "
+               f"{spread([scores['moa'][kind]['top1_ceiling'] for scores in seeds])}" for kind in seeds[0]["moa"]]
         lines.append("| " + " | ".join([
             name, str(len(seeds)),
             spread([r["evaluation"]["searched"]["mean"] if "searched" in r["evaluation"] else None for r in seeds]),
             spread([result["evaluation"]["policy"]["mean"] for result in seeds]),
             " ".join(f"{sum(p[key] for p in played) / len(played):.2f}" for key in players),
-            spread([at["timesteps"] for at in reached], 0), spread([at["seconds"] for at in reached], 0),
+            spread([at["true_steps"] for at in reached], 0), spread([at["seconds"] for at in reached], 0),
             spread([result["largest_fall_in_last_quarter"] for result in seeds]), ", ".join(moa)]) + " |")
     return "\n".join(lines)
 
@@ -88,7 +91,7 @@ def main(args):
             for others in STRANGERS.get(name, ()) if args.strangers else ():
                 checkpoint = os.path.join(args.folder, f"{name}-{seed}")
                 results = run(args.folder, f"{name}-{seed}-meets-{others.replace(' ', '-')}",
-                              f"--mode adapt --checkpoint {checkpoint} --players hop {others} --repeats 100 --seed {seed}",
+                              f"--mode adapt --checkpoint {checkpoint} --players hop {others} --meetings 100 --seed {seed}",
                               "hopplus_selfplay.py")
                 met.setdefault((name, others), []).append(results["second_half"]["mean"])
             text = table(done)

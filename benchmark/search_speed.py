@@ -34,15 +34,15 @@ class Args:
     """how long the plain search runs"""
 
 
-def plain_search(model, mind, state, simulations, beta, floor, gamma, scale):
+def plain_search(model, searcher, state, simulations, flags):
     """One tree, a Python object for each node and batch 1 for each network: what one writes first."""
     def node(state, reward, over):
-        log_probs, value, chances = mind.think(model.see(state))
+        log_probs, value, chances = searcher.think(state)
         return {"state": state, "reward": reward, "over": over, "policy": log_probs[0].tolist(), "value": value.item(),
                 "chances": chances[0], "visits": [0] * 7, "totals": [0.0] * 7, "children": {}}
 
     root = node(state, 0.0, False)
-    beta = beta / (abs(root["value"]) + floor * scale)
+    beta = flags.beta / (abs(root["value"]) + flags.prize_floor * flags.reward_scale)
     for _ in range(simulations):
         here, path = root, []
         while True:
@@ -55,7 +55,7 @@ def plain_search(model, mind, state, simulations, beta, floor, gamma, scale):
             path.append((here, action))
             if key not in here["children"]:
                 after, reward, over = model.step(here["state"], torch.tensor(key)[:, None])
-                here["children"][key] = node(after, reward.item() * scale, bool(over))
+                here["children"][key] = node(after, reward.item() * flags.reward_scale, bool(over))
                 here = here["children"][key]
                 break
             here = here["children"][key]
@@ -63,7 +63,7 @@ def plain_search(model, mind, state, simulations, beta, floor, gamma, scale):
                 break
         value = 0.0 if here["over"] else here["value"]
         for parent, action in reversed(path):
-            value = here["reward"] + gamma * value
+            value = here["reward"] + flags.gamma * value
             parent["visits"][action] += 1
             parent["totals"][action] += value
             here = parent
@@ -118,27 +118,25 @@ def main(args):
     torch.set_num_threads(1)
     torch.manual_seed(0)
     flags = script.Args(players=("hop",) * 4, num_envs=max(args.trees // 4, 1))
-    meeting = script.Meeting(flags, flags.num_envs, 1)
-    generator = torch.Generator().manual_seed(1)
-    state = script.ego_first(meeting.game, meeting.seats)
-    many = flags.num_envs
-    told, goals = torch.randn(4, many, 3 * flags.goal_dim), torch.randn(4, many, 3, flags.goal_dim)
-    agent, moa = meeting.minds.agent, meeting.minds.moa
-    learned = script.LearnedModel(meeting.model.scratch, script.warm_up_world(flags, meeting.game))
+    table, many = script.Table(flags, flags.num_envs, 1), flags.num_envs
+    state, generator = script.ego_first(table.game.state(), table.order), torch.Generator().manual_seed(1)
+    told, goals = torch.randn(4, many, 3 * flags.goal_dim), torch.randn(12, many, flags.goal_dim)
+    world = script.warm_up_world(flags)[0].tabulate(flags.height, flags.width, 4)
     with torch.no_grad():
         rows = {}
-        for name, model in (("batched, rules", meeting.model), ("batched, world model", learned)):
-            work = lambda: script.search(model, script.Mind(agent, moa, told, goals), state, args.simulations, flags.beta,
-                                         flags.prize_floor, 0.99, 0.2, flags.widening, generator)
+        for name, model in (("batched, rules", table.model), ("batched, world model", world)):
+            work = lambda: script.search(model, script.Searcher(table.networks, table.views, told, goals), state,
+                                         args.simulations, flags, generator)
             rows[name] = measure(work, 4 * many * args.simulations, args.repeats)
-        rows["mctx, the same four networks, no board"] = mctx_speed(args, flags.hidden_size, agent.w1.shape[1])
+        inputs = table.views.num_inputs + 3 * flags.goal_dim
+        rows["mctx, the same four networks, no board"] = mctx_speed(args, flags.hidden_size, inputs)
 
         one = {name: part[..., :1] for name, part in state.items()}
-        single = script.Meeting(dataclasses.replace(flags, players=("hop", "ns", "ns", "ns")), 1, 1)
+        single = script.Table(dataclasses.replace(flags, players=("hop", "ns", "ns", "ns")), 1, 1)
         begun, done = time.perf_counter(), 0
         while time.perf_counter() - begun < args.plain_seconds:
-            mind = script.Mind(single.minds.agent, single.minds.moa, told[:1, :1], goals[:1, :1])
-            plain_search(single.model, mind, one, args.simulations, flags.beta, flags.prize_floor, 0.99, 0.2)
+            searcher = script.Searcher(single.networks, single.views, told[:1, :1], goals[:3, :1])
+            plain_search(single.model, searcher, one, args.simulations, flags)
             done += args.simulations
         rows["plain Python, rules"] = [done / (time.perf_counter() - begun)]
     plain = rows["plain Python, rules"][0]
