@@ -529,8 +529,6 @@ def load_games(args):
 # ==================================================================================== learning
 
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
-
-
 HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
 
 
