@@ -908,14 +908,16 @@ def figure(title, width, height, columns=1):
 
 
 def draw_losses(history):
-    """The losses by epoch: on training samples as they are learned, on held-out samples term by term."""
-    curves = {(name, part): [(row["epoch"], row[part][name]) for row in history if part in row]
-              for part in ("held_out", "train") for name in next(row for row in history if part in row)[part]}
-    result, axes = figure("Losses (nats a sample)", 2.3 * len(curves), 3, len(curves))
-    for ax, ((name, part), points) in zip(axes, curves.items()):
-        ax.plot(*zip(*points), color=ORANGE if part == "held_out" else BLUE, marker="o", markersize=3)
-        ax.set_title(f"{name}, {part.replace('_', ' ')}", fontsize=8)
+    """The losses by epoch, term by term: on held-out samples, and as they were learned where it is the same."""
+    names = (*LOSSES, "total")
+    result, axes = figure("Losses (nats a sample)", 16, 3, len(names))
+    for ax, name in zip(axes, names):
+        for part, key, colour in (("held_out", name, ORANGE), ("train", f"{name}_loss", BLUE)):
+            points = [(row["epoch"], row[part][key]) for row in history if key in row.get(part, {})]
+            ax.plot(*zip(*points or [(0, np.nan)]), color=colour, marker="o", markersize=3, label=part)
+        ax.set_title(name, fontsize=10)
         ax.set_xlabel("epoch")
+    axes[0].legend(frameon=False, fontsize=8)
     return result
 
 
@@ -951,7 +953,8 @@ def draw_goal_map(each, caught):
     """A map of the goal space: its two main directions, coloured by what the player caught in the end [M]."""
     result, axes = figure("Goals by what the player caught in the end (two main directions)", 11, 5, 2)
     some = torch.linspace(0, len(caught) - 1, min(4000, len(caught))).long()
-    goals = {name: each[f"goal_{name}"].cpu().double()[some] for name in ("hindsight", "inferred")}
+    room = (0, 1)  # for a second direction, where a goal is but one number
+    goals = {name: F.pad(each[f"goal_{name}"].cpu().double()[some], room) for name in ("hindsight", "inferred")}
     centre = goals["hindsight"].mean(0)
     directions = torch.linalg.svd(goals["hindsight"] - centre, full_matrices=False)[2][:2].T
     for ax, name, title in zip(axes, goals, ("known in hindsight", "inferred from the past")):

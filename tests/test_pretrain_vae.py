@@ -386,7 +386,7 @@ def test_what_a_default_run_leaves_is_loaded_by_default(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [
-    dict(loss="recon", mix=("nh",), moa_samples="rewarded"),
+    dict(loss="recon", mix=("nh",), moa_samples="rewarded", goal_dim=1),
     dict(loss="both", horizon=3, goal_dim=8, height=5, width=6, max_blocks=2, num_players=3, eval_every=2,
          mix=("nsh", "noisy-nh", "patient-5"), dynamic_final_time=True)])
 def test_other_flags_run(tmp_path, flags):
