@@ -17,7 +17,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RECON = ["--loss", "recon", "--vae-size", "256", "--kl-weight", "1e-4", "--batch-size", "64",
-         "--learning-rate", "5e-3", "--epochs", "5", "--eval-every", "5"]
+         "--learning-rate", "5e-3", "--epochs", "2"]
 BLOCKS = ["--height", "8", "--width", "8", "--max-blocks", "5"]
 CASES = {
     "4x4": [],
