@@ -523,8 +523,8 @@ HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal i
 
 
 def make_lesson(args, known, samples, games):
-    """A lesson [P, T, B, ...]: some players' games [B] side by side, the shorter ones filled up at the end; and
-    the rows [T, B] of the samples."""
+    """A lesson [P, T, B, ...]: some players' games [B] side by side, the shorter ones filled up at the end.
+    rows [T, B] are the samples."""
     length = samples["length"][games]
     step = torch.arange(int(length.max()), device=length.device)[:, None]
     seen = step < length
@@ -834,8 +834,8 @@ def print_results(args, results):
           f"recon {losses['recon']:.4f} nats, kl {losses['kl']:.2f} nats")
     if goals is not None:
         print(f"kinds told by a linear read-out: {goals['hindsight']:.2%} from the goal in hindsight (best "
-              f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred goal "
-              f"(Bayes: {goals['bayes']:.2%}; largest gap: {100 * goals['largest_gap']:.2f} points)")
+              f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred "
+              f"goal (Bayes: {goals['bayes']:.2%}; largest gap: {100 * goals['largest_gap']:.2f} points)")
     if args.moa_samples == "rewarded":
         print("--moa-samples rewarded picks players by what they will catch: the ceilings know nothing of "
               "it, and may be exceeded")
@@ -890,7 +890,7 @@ def figure(title, width, height, columns=1):
 
 
 def draw_losses(history):
-    """The losses by epoch, term by term: on held-out samples, and as they were learned where it is the same."""
+    """The losses by epoch, term by term: on held-out samples, and as they were learned."""
     names = (*LOSSES, "total")
     result, axes = figure("Losses (nats a sample)", 16, 3, len(names))
     for ax, name in zip(axes, names):
@@ -936,7 +936,8 @@ def draw_goal_map(each, caught):
     result, axes = figure("Goals by what the player caught in the end (two main directions)", 11, 5, 2)
     some = torch.linspace(0, len(caught) - 1, min(4000, len(caught))).long()
     room = (0, 1)  # for a second direction, where a goal is but one number
-    goals = {name: F.pad(each[f"goal_{name}"].cpu().double()[some], room) for name in ("hindsight", "inferred")}
+    goals = {name: F.pad(each[f"goal_{name}"].cpu().double()[some], room)
+             for name in ("hindsight", "inferred")}
     centre = goals["hindsight"].mean(0)
     directions = torch.linalg.svd(goals["hindsight"] - centre, full_matrices=False)[2][:2].T
     for ax, name, title in zip(axes, goals, ("known in hindsight", "inferred from the past")):

@@ -95,8 +95,8 @@ def print_tables(results):
            for case, of_it in cases.items()])
     print("What the goals mean, views rebuilt, and time\n")
     table(["case", "seeds", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %",
-           "Bayes, %", "largest gap at a step, points", "exact views, %", "recon, nats", "kl, nats", "total", "epochs",
-           "seconds", "CPU seconds"],
+           "Bayes, %", "largest gap at a step, points", "exact views, %", "recon, nats", "kl, nats", "total",
+           "epochs", "seconds", "CPU seconds"],
           [[case, str(len(of_it)), *(spread([r["goals"][key] for r in of_it], 2, 100)
                     for key in ("hindsight", "caught_rule", "inferred", "bayes", "largest_gap")),
             spread([r["exact_views"] for r in of_it], 2, 100),

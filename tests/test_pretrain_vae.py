@@ -152,7 +152,8 @@ def test_the_goal_is_that_of_the_last_view_acted_in_within_the_horizon(samples, 
 def test_what_fills_up_a_lesson_changes_nothing(samples, args, run_of):
     """The losses of games side by side are the means over each game on its own, weighted by its samples."""
     games = [int(samples["length"].argmax()), int(samples["length"].argmin()), 7]
-    predict = lambda part: vae.predict_lesson(run_of, lesson_of(args, run_of, samples, part), vae.seeded(0, ""))
+    lesson = lambda part: lesson_of(args, run_of, samples, part)
+    predict = lambda part: vae.predict_lesson(run_of, lesson(part), vae.seeded(0, ""))
     together = predict(games)
     for place, game in enumerate(games):
         alone = predict([game])
@@ -278,18 +279,20 @@ def test_scores_are_what_they_say():
     order = probs.argsort(1, descending=True)
     rows = range(40)
     assert got["top1"] == pytest.approx(sum(truth[r, order[r, 0]].item() for r in rows) / 40)
-    assert got["top3"] == pytest.approx(sum(truth[r, order[r, k]].item() for r in rows for k in range(3)) / 40)
+    assert got["top3"] == pytest.approx(sum(truth[r, order[r, :3]].sum().item() for r in rows) / 40)
     assert got["hit_rate"] == pytest.approx(sum(bool(order[r, 0] == action[r]) for r in rows) / 40)
-    assert got["hit_rate_3"] == pytest.approx(sum(action[r].item() in order[r, :3].tolist() for r in rows) / 40)
-    assert got["cross_entropy"] == pytest.approx(
-        -sum(truth[r, a].item() * math.log(probs[r, a]) for r in rows for a in range(NUM_ACTIONS)) / 40, rel=1e-5)
-    assert got["cross_entropy_played"] == pytest.approx(-sum(math.log(probs[r, action[r]]) for r in rows) / 40, rel=1e-5)
+    assert got["hit_rate_3"] == pytest.approx(sum(bool(action[r] in order[r, :3]) for r in rows) / 40)
+    expected = -sum(truth[r, a].item() * math.log(probs[r, a]) for r in rows for a in range(NUM_ACTIONS))
+    assert got["cross_entropy"] == pytest.approx(expected / 40, rel=1e-5)
+    played = -sum(math.log(probs[r, action[r]]) for r in rows)
+    assert got["cross_entropy_played"] == pytest.approx(played / 40, rel=1e-5)
     assert vae.score(probs, action, truth, sees_future=True)["cross_entropy"] == got["cross_entropy_played"]
     for number, name in enumerate(vae.ACTIONS):
         taken = [r for r in rows if action[r] == number]
         named = [r for r in rows if order[r, 0] == number]
         both = len(set(taken) & set(named))
-        assert got["recall"][name] == pytest.approx(sum(probs[r, number].item() for r in taken) / max(len(taken), 1))
+        recall = sum(probs[r, number].item() for r in taken) / max(len(taken), 1)
+        assert got["recall"][name] == pytest.approx(recall)
         assert got["recall_of_likeliest"][name] == pytest.approx(both / max(len(taken), 1))
         assert got["precision_of_likeliest"][name] == pytest.approx(both / max(len(named), 1))
 
