@@ -2,14 +2,14 @@
 
     python pretrain_vae.py                                        goals, and a model of others (1 minute)
     python pretrain_vae.py --height 8 --width 8 --max-blocks 5    the same on 8x8 with obstacles
-    python pretrain_vae.py --loss recon --kl-weight 1e-4          goals that hold the whole board
+    python pretrain_vae.py --loss recon --kl-weight 1e-4          goals that hold the whole view
     python pretrain_vae.py --save-data games.npz                  keep the games; --data games.npz loads them
     python hopplus_selfplay.py --vae-checkpoint runs/x            play with what was learned here
     tensorboard --logdir runs                                     losses, scores and pictures
 
 It plays games of rule-based players, whose kinds are drawn anew for each seat and episode, and learns
 
-    the goal prior      a VAE: a player's view -> a goal, and back to the board
+    the goal prior      a VAE: a player's view -> a goal, and back
     the model of others what a player is after (goal inference, from what it was seen to do in this episode),
                         and what it will do next, from its view and its goal (MOA)
 
@@ -135,7 +135,7 @@ class Args(RunArgs, GameArgs):
     init_from: str | None = None
     """begin with the networks of this run or checkpoint; with --epochs 0 they are only scored"""
     loss: Literal["moa", "recon", "both"] = "moa"
-    """what shapes the goals, beside the KL term: predicting actions, rebuilding the board, or both. What does
+    """what shapes the goals, beside the KL term: predicting actions, rebuilding the view, or both. What does
     not shape them is still learned, on the goals as they are"""
     kl_weight: float = 1e-3
     """weight of the KL divergence of the goals from a standard normal"""
@@ -353,7 +353,7 @@ def end_epoch(run, folder, writer, evaluation, held_out, numbers):
                                      for name in run.losses[0]}}
     if evaluation is not None:
         row["held_out"] = evaluation["losses"]
-        numbers["vae/exact_boards"] = evaluation["exact_boards"]
+        numbers["vae/exact_views"] = evaluation["exact_views"]
         for predictor, scores in evaluation["moa"].items():
             numbers |= {f"moa/{key}/{predictor}": scores[key] for key in ("top1", "top3", "cross_entropy")}
         write_evaluation(folder, epoch, evaluation, held_out)
@@ -372,7 +372,7 @@ def report(args, run, folder, writer, evaluation, samples, held_out):
     results = {"epochs": len(run.history), "samples": len(samples["x"]),
                "held_out_samples": len(held_out["x"]), "seconds": round(run.seconds, 2),
                "cpu_seconds": round(time.process_time(), 2), "moa": evaluation["moa"],
-               "losses": evaluation["losses"], "exact_boards": evaluation["exact_boards"],
+               "losses": evaluation["losses"], "exact_views": evaluation["exact_views"],
                "goals": goals, "history": run.history}
     write_pictures(folder, writer, results, evaluation, held_out)
     save_json(os.path.join(folder, "results.json"), results)
@@ -424,8 +424,6 @@ def play_games(args, episodes, seed, recorded=None):
         kind, caught [S]        who it is, and what it caught in the end (0 nothing, 1 a stag, 2 a hare)
         game, step, action [M]  a sample: which of the S games, which step of it, the action
         x [M, K]                the view
-        places [M, N]           the board as it was: where each player is, itself first (C: gone)
-        ground [M, C]           what lies on each cell
         kind_probs [M, J, 7]    the action probabilities of each kind of the mix there
         posterior [M, J]        how likely each kind is by Bayes' rule, from the actions before
     """
@@ -456,22 +454,14 @@ def play_games(args, episodes, seed, recorded=None):
         if not (own.take_along_dim(action[..., None], 2)[there] > 0).all():
             raise Refused(f"--data {args.data}: in step {t} a player does what its kind would not do")
         games["actions"][t] = torch.where(there, action, STAY)
-        ground = what_lies(state["board"][:-1]).T.expand(n, -1, -1)
         step = {"game": number, "step": torch.full_like(number, t), "action": action, "x": views.look(state),
-                "places": state["cell"][views.order].transpose(1, 2), "ground": ground, "kind_probs": probs,
-                "posterior": belief.softmax(-1)}
+                "kind_probs": probs, "posterior": belief.softmax(-1)}
         steps.append({name: part[there] for name, part in step.items()})
         belief = belief + probs.take_along_dim(action[..., None, None], 3)[..., 0].log()
         caught = caught + (out["left"].T & there) * (action - STAY)
         running = running & ~out["over"]
     samples = {name: torch.cat([step[name] for step in steps]) for name in steps[0]}
     return games, sort_samples(args, samples, kind.T.flatten(), caught.T.flatten())
-
-
-def what_lies(board):
-    """What lies on each cell: 0 nothing, 1 an obstacle, 2 a stag, 3 a hare."""
-    kinds = board & STAY_BIT == 0, board & STAG_BIT > 0, board & HARE_BIT > 0
-    return sum(number * those.byte() for number, those in enumerate(kinds, 1))
 
 
 def sort_samples(args, samples, kind, caught):
@@ -529,25 +519,19 @@ def load_games(args):
 # ==================================================================================== learning
 
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
-
-
 HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
 
 
 def make_lesson(args, known, samples, games):
     """A lesson [P, T, B, ...]: some players' games [B] side by side, the shorter ones filled up at the end.
-
-    rows [T, B] are the samples, places and ground [T * B, ...] the boards to rebuild.
-    """
+    rows [T, B] are the samples."""
     length = samples["length"][games]
     step = torch.arange(int(length.max()), device=length.device)[:, None]
     seen = step < length
     rows = torch.where(seen, samples["first"][games] + step, 0)
-    places, ground = samples["places"][rows.flatten()], samples["ground"][rows.flatten()]
     return {"x": samples["x"][rows][None], "action": samples["action"][rows][None], "seen": seen[None],
             "weight": seen[None], "memory": known.start(len(games)),
-            "goal_step": last_steps((step == length - 1)[None], args.horizon),
-            "rows": rows, "places": places, "ground": ground}
+            "goal_step": last_steps((step == length - 1)[None], args.horizon), "rows": rows}
 
 
 def last_steps(ends, horizon):
@@ -623,27 +607,22 @@ def goal_losses(args, run, lesson):
     --loss says what shapes the goals: the model of others (moa), the decoder (recon), or both. The other one
     learns from the goals as they are (detached).
     """
-    mean, logvar = run.prior(lesson["x"].flatten(1, 2))
+    x = lesson["x"].flatten(1, 2)
+    mean, logvar = run.prior(x)
     goal, weight = draw_goals(mean, logvar, run.generator), lesson["weight"].flatten(1).float()
     rebuilt = run.decoder(goal.detach() if args.loss == "moa" else goal)
     shaping = (mean.detach(), logvar.detach()) if args.loss == "recon" else (mean, logvar)
     losses = others_loss(run.known, lesson | pick_goals(*shaping, lesson["goal_step"]), run.generator)
     distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
-    losses["recon_loss"] = masked_mean(rebuild_loss(*rebuilt, lesson), weight)
+    losses["recon_loss"] = masked_mean(rebuild_loss(rebuilt, run.decoder.target(x)), weight)
     losses["kl_loss"] = masked_mean(distance, weight)
     losses["loss"] = losses["loss"] + losses["recon_loss"] + args.kl_weight * losses["kl_loss"]
     return losses
 
 
-def rebuild_loss(players, ground, lesson):
-    """What is lost of boards rebuilt by a GoalDecoder: the -log-likelihood of their pieces [L, M]."""
-    where, what = lesson["places"][None, ..., None], lesson["ground"][None, ..., None].long()
-    return -(players.take_along_dim(where, -1).sum((-2, -1)) + ground.take_along_dim(what, -1).sum((-2, -1)))
-
-
-def rebuilt_exactly(players, ground, lesson):
-    """Whether the likeliest place of each piece of a board is the right one: [L, M]."""
-    return (players.argmax(-1) == lesson["places"]).all(-1) & (ground.argmax(-1) == lesson["ground"]).all(-1)
+def rebuild_loss(rebuilt, target):
+    """What is lost of views rebuilt: the -log-likelihood of their facts [L, M]."""
+    return F.binary_cross_entropy_with_logits(rebuilt, target, reduction="none").sum(-1)
 
 
 def learn(args, run, samples, games):
@@ -700,7 +679,7 @@ def predict_lesson(run, lesson, generator):
     moa             -log-probability of the action, with the goal known in hindsight
     moa_inferred    the same with draws of the goal inferred from the past
     hypotheses      the same by the inference's own weighted hypotheses
-    recon, kl       of the view's own goal: -log-likelihood of the board; KL from the standard normal
+    recon, kl       of the view's own goal: -log-likelihood of the view; KL from the standard normal
     inference       KL of the inferred goal from the one in hindsight
     """
     x, action = lesson["x"].flatten(1, 2), lesson["action"].flatten(1)[..., None]
@@ -708,6 +687,7 @@ def predict_lesson(run, lesson, generator):
     goal = pick_goals(mean, logvar, lesson["goal_step"])
     hindsight, hindsight_logvar = goal["goal_mean"].flatten(1, 2), goal["goal_logvar"].flatten(1, 2)
     first, inferred, inferred_logvar, likely = infer_goals(run.known, lesson)
+    view = run.decoder.target(x)
     mask = run.known.views.mask(x)
     act = lambda goal: run.known.act(first + goal @ run.known.goal, mask).exp()
     by_hindsight = act(hindsight)
@@ -715,11 +695,11 @@ def predict_lesson(run, lesson, generator):
     moa, moa_inferred = (-probs.take_along_dim(action, -1)[..., 0].clamp(min=1e-12).log()
                          for probs in (by_hindsight, by_inference))
     return {"moa": moa, "moa_inferred": moa_inferred, "hypotheses": -likely,
-            "recon": rebuild_loss(*run.decoder(draw_goals(mean, logvar, generator)), lesson),
+            "recon": rebuild_loss(run.decoder(draw_goals(mean, logvar, generator)), view),
             "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
             "inference": gaussian_kl(hindsight, hindsight_logvar, inferred, inferred_logvar),
             "prob_hindsight": by_hindsight, "prob_inferred": by_inference, "goal_hindsight": hindsight,
-            "goal_inferred": inferred, "exact": rebuilt_exactly(*run.decoder(mean), lesson)}
+            "goal_inferred": inferred, "exact": ((run.decoder(mean) > 0) == (view > 0)).all(-1)}
 
 
 def predict_all(args, run, samples, most=None):
@@ -785,7 +765,7 @@ def evaluate(args, run, samples):
     losses = {name: each[name].mean().item() for name in LOSSES}
     shaping = sum(losses[name] for name in ("moa", "recon") if args.loss in (name, "both"))
     losses["total"] = shaping + args.kl_weight * losses["kl"]
-    return {"moa": moa, "losses": losses, "exact_boards": each["exact"].float().mean().item(), "each": each}
+    return {"moa": moa, "losses": losses, "exact_views": each["exact"].float().mean().item(), "each": each}
 
 
 def read_out(goals, kind, num_kinds, new_goals):
@@ -835,7 +815,7 @@ def epoch_lines(epoch, evaluation):
         lines.append(f"{head}: top1={scores['top1']:.4f}, top3={scores['top3']:.4f}, "
                      f"hit rate={scores['hit_rate']:.4f}, cross-entropy={scores['cross_entropy']:.4f}")
     losses = ", ".join(f"{name}={value:.4f}" for name, value in evaluation["losses"].items())
-    lines.append(f"[VAE] epoch {epoch}: {losses}, exact_boards={evaluation['exact_boards']:.4f}")
+    lines.append(f"[VAE] epoch {epoch}: {losses}, exact_views={evaluation['exact_views']:.4f}")
     return "\n".join(lines)
 
 
@@ -850,12 +830,12 @@ def print_results(args, results):
     for name, told in PREDICTORS.items():
         rows.append([told, *(f"{value:.3f}" for value in moa[name]["recall"].values())])
     print_table("recall: mean predicted probability of an action where it was taken", rows)
-    print(f"\nboards rebuilt: {results['exact_boards']:.2%} with every piece in its place, "
+    print(f"\nviews rebuilt: {results['exact_views']:.2%} without a fault, "
           f"recon {losses['recon']:.4f} nats, kl {losses['kl']:.2f} nats")
     if goals is not None:
         print(f"kinds told by a linear read-out: {goals['hindsight']:.2%} from the goal in hindsight (best "
-              f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred goal "
-              f"(Bayes: {goals['bayes']:.2%}; largest gap: {100 * goals['largest_gap']:.2f} points)")
+              f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred "
+              f"goal (Bayes: {goals['bayes']:.2%}; largest gap: {100 * goals['largest_gap']:.2f} points)")
     if args.moa_samples == "rewarded":
         print("--moa-samples rewarded picks players by what they will catch: the ceilings know nothing of "
               "it, and may be exceeded")
@@ -910,14 +890,16 @@ def figure(title, width, height, columns=1):
 
 
 def draw_losses(history):
-    """The losses by epoch: on training samples as they are learned, on held-out samples term by term."""
-    curves = {(name, part): [(row["epoch"], row[part][name]) for row in history if part in row]
-              for part in ("held_out", "train") for name in next(row for row in history if part in row)[part]}
-    result, axes = figure("Losses (nats a sample)", 2.3 * len(curves), 3, len(curves))
-    for ax, ((name, part), points) in zip(axes, curves.items()):
-        ax.plot(*zip(*points), color=ORANGE if part == "held_out" else BLUE, marker="o", markersize=3)
-        ax.set_title(f"{name}, {part.replace('_', ' ')}", fontsize=8)
+    """The losses by epoch, term by term: on held-out samples, and as they were learned."""
+    names = (*LOSSES, "total")
+    result, axes = figure("Losses (nats a sample)", 16, 3, len(names))
+    for ax, name in zip(axes, names):
+        for part, key, colour in (("held_out", name, ORANGE), ("train", f"{name}_loss", BLUE)):
+            points = [(row["epoch"], row[part][key]) for row in history if key in row.get(part, {})]
+            ax.plot(*zip(*points or [(0, np.nan)]), color=colour, marker="o", markersize=3, label=part)
+        ax.set_title(name, fontsize=10)
         ax.set_xlabel("epoch")
+    axes[0].legend(frameon=False, fontsize=8)
     return result
 
 
@@ -953,7 +935,9 @@ def draw_goal_map(each, caught):
     """A map of the goal space: its two main directions, coloured by what the player caught in the end [M]."""
     result, axes = figure("Goals by what the player caught in the end (two main directions)", 11, 5, 2)
     some = torch.linspace(0, len(caught) - 1, min(4000, len(caught))).long()
-    goals = {name: each[f"goal_{name}"].cpu().double()[some] for name in ("hindsight", "inferred")}
+    room = (0, 1)  # for a second direction, where a goal is but one number
+    goals = {name: F.pad(each[f"goal_{name}"].cpu().double()[some], room)
+             for name in ("hindsight", "inferred")}
     centre = goals["hindsight"].mean(0)
     directions = torch.linalg.svd(goals["hindsight"] - centre, full_matrices=False)[2][:2].T
     for ax, name, title in zip(axes, goals, ("known in hindsight", "inferred from the past")):
@@ -1161,26 +1145,28 @@ class GoalPrior(nn.Module):
 
 
 class GoalDecoder(nn.Module):
-    """The decoders of L VAEs: a goal -> the board as the player saw it.
+    """The decoders of L VAEs: a goal -> the view, that is, whether each of D facts is in it.
 
-    What is rebuilt is a choice, so its likelihood is one: each player is on one of the cells or gone, and
-    each cell is empty or holds an obstacle, a stag or a hare.
+    Rebuilt are the facts that tell the board: what is where in the player's window, and its own cell.
     """
 
     def __init__(self, num_models, views, vae_size, goal_dim, seed):
         super().__init__()
-        self.num_players, self.cells = views.num_players, views.cells
-        self.num_outputs = self.num_players * (self.cells + 1) + 4 * self.cells
+        self.views = views
+        num_facts = views.first_previous + views.first_legal - views.first_cell
         self.goal = Linear(num_models, goal_dim, vae_size, math.sqrt(2), seed)
         self.hidden = Linear(num_models, vae_size, vae_size, math.sqrt(2), seed)
-        self.out = Linear(num_models, vae_size, self.num_outputs, 1.0, seed)
+        self.out = Linear(num_models, vae_size, num_facts, 1.0, seed)
 
     def forward(self, goal):
-        """Goals [L, M, G] -> log-probabilities of players' cells [L, M, N, C+1], of ground [L, M, C, 4]."""
-        out = self.out(F.relu(self.hidden(F.relu(self.goal(goal)))))
-        players, ground = out.split([self.num_players * (self.cells + 1), 4 * self.cells], -1)
-        ground = ground.unflatten(-1, (4, self.cells)).log_softmax(-2)  # long rows last: faster on a CPU
-        return players.unflatten(-1, (self.num_players, -1)).log_softmax(-1), ground.transpose(-1, -2)
+        """Goals [L, M, G] -> log-odds of the facts [L, M, D]."""
+        return self.out(F.relu(self.hidden(F.relu(self.goal(goal)))))
+
+    def target(self, x):
+        """Which of the facts are in views [L, M, K]: 1 or 0 [L, M, D]."""
+        views, there = self.views, torch.zeros(*x.shape[:-1], self.views.num_facts, device=x.device)
+        there.scatter_(-1, x.long(), 1.0)
+        return torch.cat([there[..., :views.first_previous], there[..., views.first_cell:views.first_legal]], -1)
 
 
 class OtherModel(nn.Module):

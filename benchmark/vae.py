@@ -16,7 +16,8 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECON = ["--loss", "recon", "--vae-size", "256", "--kl-weight", "1e-4", "--epochs", "10", "--eval-every", "5"]
+RECON = ["--loss", "recon", "--vae-size", "256", "--kl-weight", "1e-4", "--batch-size", "64",
+         "--learning-rate", "5e-3", "--epochs", "2"]
 BLOCKS = ["--height", "8", "--width", "8", "--max-blocks", "5"]
 CASES = {
     "4x4": [],
@@ -92,13 +93,13 @@ def print_tables(results):
     table(["case", *ACTIONS],
           [[case, *(f"{recall(inferred, a, of_it)} / {recall(history, a, of_it)}" for a in ACTIONS)]
            for case, of_it in cases.items()])
-    print("What the goals mean, boards rebuilt, and time\n")
+    print("What the goals mean, views rebuilt, and time\n")
     table(["case", "seeds", "kind from hindsight, %", "rule on the catch, %", "kind from inferred, %",
-           "Bayes, %", "largest gap at a step, points", "exact boards, %", "recon, nats", "kl, nats", "total", "epochs",
-           "seconds", "CPU seconds"],
+           "Bayes, %", "largest gap at a step, points", "exact views, %", "recon, nats", "kl, nats", "total",
+           "epochs", "seconds", "CPU seconds"],
           [[case, str(len(of_it)), *(spread([r["goals"][key] for r in of_it], 2, 100)
                     for key in ("hindsight", "caught_rule", "inferred", "bayes", "largest_gap")),
-            spread([r["exact_boards"] for r in of_it], 2, 100),
+            spread([r["exact_views"] for r in of_it], 2, 100),
             *(spread([r["losses"][key] for r in of_it], 3) for key in ("recon", "kl", "total")),
             str(of_it[0]["epochs"]),
             *(spread([r[key] for r in of_it], 0) for key in ("seconds", "cpu_seconds"))]
