@@ -135,7 +135,7 @@ class Args(RunArgs, GameArgs):
     ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 81_920
+    total_timesteps: int = 102_400
     """real environment steps of the training; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
@@ -168,8 +168,8 @@ class Args(RunArgs, GameArgs):
     prize_floor: float = 0.5
     """divide Q and each advantage by what the player expects then and this on top: prizes count by how they
     compare, not by their size; inf leaves them as they are"""
-    imagined_per_real: float = 12.0
-    """imagined steps for each real one, for every player; 0 for none"""
+    imagined_per_real: float = 48.0
+    """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
     """share of the imagined games that are with strangers like those of the warm-up"""
     buffer_size: int = 32_768
@@ -279,8 +279,7 @@ def check_flags(args):
     if args.num_simulations % args.num_trees:
         raise Refused(f"--num-simulations {args.num_simulations} must be divisible by --num-trees {args.num_trees}")
     for name in args.warmup_players:
-        if player_rule(name) is None:
-            raise Refused(f"--warmup-players {name!r} is not known; there are {PLAYER_NAMES}")
+        player_rule(name, "--warmup-players")
     if args.buffer_size < args.num_envs * args.num_steps:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between "
                       f"two updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
@@ -1211,8 +1210,9 @@ class Imagination(Saved):
 
     def __init__(self, args, table, replay):
         self.args, self.table, self.replay = args, table, replay
-        self.length, self.num = len(table.hop_seats), round(args.imagined_per_real * args.num_envs)
-        self.strange = round(self.num * args.strangers) if replay.cast is not None else 0  # these games come last
+        self.length = len(table.hop_seats)
+        self.num = math.ceil(args.imagined_per_real * args.num_envs / self.length)
+        self.strange = round(self.num * args.strangers)  # these games come last
         self.generator = seeded(args.seed, "imagination", args.device)
         self.state = self.memory = self.types = None
 
@@ -1943,7 +1943,7 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == SCRIPT else {}
+        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == "ppo_single_player.py" else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
@@ -2027,7 +2027,9 @@ class Views:
         others = from_own.gather(2, others) + self.co_player_plane
         previous = state["previous"][self.order].transpose(1, 2) + self.previous
         own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
-        clock = torch.stack([self.first_step + clock, self.first_left + state["deadline"] - clock], -1)
+        latest = self.first_left - self.first_step - 1  # an imagined game may miss its end
+        left = (state["deadline"] - clock).clamp(min=0)
+        clock = torch.stack([self.first_step + clock.clamp(max=latest), self.first_left + left], -1)
         clock = clock.expand(n, -1, -1)
         seen = torch.cat([ground, others], -1)
         seen = torch.where((seen >= self.first_previous) | (seen < 0), self.nothing, seen)
@@ -2762,13 +2764,13 @@ RULES = {
 }
 
 
-def player_rule(name):
-    """The row of RULES for the name of a rule-based player."""
+def player_rule(name, asked="--players"):
+    """The row of RULES for the name of a rule-based player, which a flag asked for."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
                       "patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 

@@ -181,7 +181,7 @@ def check_flags(args):
         ("--epochs 0", args.epochs == 0, ("batch_size", "learning_rate", "max_grad_norm", "eval_every")),
     ))
     for name in args.mix:
-        if player_rule(name)[3]:
+        if player_rule(name, "--mix")[3]:
             raise Refused(f"--mix {name}: here no meeting has a second half in which it could swap prey")
     if args.shares is not None:
         shares = f"--shares {' '.join(f'{share:g}' for share in args.shares)}"
@@ -1046,7 +1046,9 @@ class Views:
         others = from_own.gather(2, others) + self.co_player_plane
         previous = state["previous"][self.order].transpose(1, 2) + self.previous
         own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
-        clock = torch.stack([self.first_step + clock, self.first_left + state["deadline"] - clock], -1)
+        latest = self.first_left - self.first_step - 1  # an imagined game may miss its end
+        left = (state["deadline"] - clock).clamp(min=0)
+        clock = torch.stack([self.first_step + clock.clamp(max=latest), self.first_left + left], -1)
         clock = clock.expand(n, -1, -1)
         seen = torch.cat([ground, others], -1)
         seen = torch.where((seen >= self.first_previous) | (seen < 0), self.nothing, seen)
@@ -1479,13 +1481,13 @@ RULES = {
 }
 
 
-def player_rule(name):
-    """The row of RULES for the name of a rule-based player."""
+def player_rule(name, asked="--players"):
+    """The row of RULES for the name of a rule-based player, which a flag asked for."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
                       "patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 

@@ -361,13 +361,13 @@ RULES = {
 }
 
 
-def player_rule(name):
-    """The row of RULES for the name of a rule-based player."""
+def player_rule(name, asked="--players"):
+    """The row of RULES for the name of a rule-based player, which a flag asked for."""
     prefix, _, number = name.partition("-")
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"--players {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
+        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
                       "patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 

@@ -14,7 +14,7 @@ import hopplus_selfplay as script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_size=16, warmup_meetings=8, warmup_epochs=1,
-             eval_episodes=8, eval_policy_episodes=8, num_simulations=4, imagined_per_real=2.0,
+             eval_episodes=8, eval_policy_episodes=8, num_simulations=4, imagined_per_real=8.0,
              buffer_size=128, moa_minibatches=2, save_every=1e9, picture_every=1e9, search_model="rules")
 
 
@@ -391,7 +391,7 @@ def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
 def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
     """Beliefs and partners' moves, worked out for each player, game and partner one by one."""
     monkeypatch.setattr(script.Imagination, "EPISODES", 2)
-    args = flags(tmp_path, final_time=5, players=("hop", "ns", "hop"), num_steps=12, buffer_size=96)
+    args = flags(tmp_path, final_time=5, players=("hop", "ns", "hop"), num_steps=12, buffer_size=96, imagined_per_real=4.0)
     table = table_of(args, 4, 1)
     script.warm_up_goals(args, table, record := script.record_meetings(args))
     networks, hops, others, dim = table.networks, 2, 2, args.goal_dim
@@ -638,8 +638,8 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
 def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
     import pretrain_vae
 
-    pretrain_vae.main(pretrain_vae.Args(runs_dir=str(tmp_path), run_name="vae", samples=400, held_out_samples=200, epochs=1))
-    args = flags(tmp_path, vae_checkpoint=str(tmp_path / "vae"), hidden_size=64, vae_size=128, warmup_epochs=8)
+    pretrain_vae.main(pretrain_vae.Args(runs_dir=str(tmp_path), run_name="vae", episodes=60, held_out_episodes=30, epochs=1))
+    args = flags(tmp_path, vae_checkpoint=str(tmp_path / "vae"), hidden_size=64, vae_size=128, warmup_epochs=script.Args.warmup_epochs)
     script.check_flags(args)
     run = script.Run(args)
     goals = torch.load(tmp_path / "vae" / "checkpoint.pt", weights_only=True)
