@@ -1438,11 +1438,16 @@ class Replay(Saved):
         lesson = {"x": x[pairs], "action": drawn["actions"][pairs], "seen": drawn["seen"],
                   "weight": drawn["weight"], "memory": drawn["memory"].transpose(1, 2)}
         if self.args.goals == "latent":
-            with torch.no_grad():
-                goals = self.table.networks.prior(x.flatten(0, 2)[None])
-            mean, logvar = (part[0].unflatten(0, (len(x), -1))[pairs] for part in goals)
-            lesson |= pick_goals(mean, logvar, drawn["goal_step"])
+            lesson |= goals_in_hindsight(self.table, x, drawn["goal_step"])
         return lesson
+
+
+@torch.no_grad()
+def goals_in_hindsight(table, x, goal_step):
+    """`pick_goals` for all pairs, from all players' views [N, T, B, K] and the step of each [P, T, B]."""
+    goals = table.networks.prior(x.flatten(0, 2)[None])
+    goals = (part[0].unflatten(0, (len(x), -1))[table.pairs] for part in goals)  # [P, T * B, G]
+    return pick_goals(*goals, goal_step)
 
 
 def look_back(views, data):
@@ -1720,10 +1725,8 @@ def score_models(table, real, draws=4):
             "cross_entropy_floor": -(truth * truth.clamp(min=1e-9).log()).sum(-1)}
     scores = {f"moa/{key}": masked_mean(value, weight) for key, value in each.items()}
     if "goal_step" in real and table.args.goals == "latent":
-        goals = table.networks.prior(real["x"].transpose(0, 1).flatten(0, 2)[None])
-        goals = (part[0].unflatten(0, (len(table.names), -1))[pairs] for part in goals)
-        goals = pick_goals(*goals, real["goal_step"])
-        scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goals["goal_mean"], weight)
+        goal = goals_in_hindsight(table, real["x"].transpose(0, 1), real["goal_step"])["goal_mean"]
+        scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goal, weight)
     known = table.known()[pairs]
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
     recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
@@ -2015,7 +2018,8 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == SCRIPT else {}
+        by_ppo = checkpoint["script"] == "ppo_single_player.py"
+        learner_of = checkpoint.get("learner_of", {}) if by_ppo else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")

@@ -484,7 +484,8 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == SCRIPT else {}
+        by_ppo = checkpoint["script"] == "ppo_single_player.py"
+        learner_of = checkpoint.get("learner_of", {}) if by_ppo else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
