@@ -1,52 +1,55 @@
 """HOP+ in the Markov stag hunt: infer the others' goals, predict their moves, imagine the world, search it,
 and learn.
 
-    python hopplus_selfplay.py                              four HOP+ players learn to hunt together python
-    hopplus_selfplay.py --players hop ns ns ns       one among three stag hunters; any mix in any seat python
-    hopplus_selfplay.py --mode adapt --checkpoint runs/x --players hop nh nh nh      a trained one among
-    strangers python hopplus_selfplay.py --mode watch --checkpoint runs/x                             look
-    into their heads tensorboard --logdir runs
+    python hopplus_selfplay.py                             four HOP+ players learn to hunt together
+    python hopplus_selfplay.py --players hop ns ns ns      one among three stag hunters; any mix in any seat
+    python hopplus_selfplay.py --mode adapt --checkpoint runs/x --players hop nh nh nh
+                                                           a trained one among strangers
+    python hopplus_selfplay.py --mode watch --checkpoint runs/x
+                                                           look into their heads
+    tensorboard --logdir runs                              watch a run while it learns
 
-Every seat that says `hop` is a player with its own policy and value, and for each other player a model of its
-own: an inference of that player's goal from what it was seen to do, and of its actions from that goal (MOA).
-All players' networks are stacked and run as one batched program. What they share: the goal prior (what a goal
-is, learned in the warm-up and frozen then) and the world model (learned in the warm-up, the same for every
-seat). What is given: which actions are legal where, and that players meet from a board drawn anew when an
-episode is over.
+Every seat that says `hop` is a player with a policy and a value of its own, and with a model of each other
+player: it infers that player's goal from what it was seen to do, and its actions from that goal (MOA). All
+players' networks are stacked and run as one batched program. All share the goal prior (what a goal is) and
+the world model, both learned in the warm-up and frozen then. Two things are given: which actions are legal
+where, and that players meet from a board drawn anew when an episode is over.
 
 A run first warms up on games of rule-based players (goals, models of others, world model), then plays itself:
 
-    play      believe something about each other player's goal; search the position in several trees, each with a draw
-              of the goals from the belief; play the improved policy that the search returns
-    imagine   go on in the head, from real positions with the others as they are believed to be, and from the warm-up's
-              with strangers like those that it met
-    learn     the models of others from stretches of play, real ones, the warm-up's and imagined ones; policy and value
-              from the search's result where there was a search, and by PPO elsewhere
+    play      believe something about each other player's goal; search the position in several trees, each
+              with a draw of the goals from the belief; play the improved policy that the search returns
+    imagine   go on in the head: from real positions, with the others as they are believed to be, and from
+              the warm-up's positions, with strangers like those that it met
+    learn     the models of others from stretches of play, be they real, imagined or the warm-up's; policy
+              and value from the search's result where there was a search, and by PPO elsewhere
 
 The run prints one moving line, then tables of returns with and without search, and leaves everything in
-`runs/<run name>/`. All true-game steps that it has used are counted in `true_steps`, those of the warm-up
-among them.
+`runs/<run name>/`. All true-game steps that it has used are counted in `true_steps`, also the warm-up's.
 
 Letters in shapes:
-    N players   L HOP+ players (learners)   P = L * (N-1) ordered pairs, pair l * (N-1) + k - 1 is player l's model of
-    the k-th after it   B games   T steps   M any rows   K facts of a view   H hypotheses   G numbers in a goal
+    N  players                    B  games           K  facts of a view
+    L  HOP+ players (learners)    T  steps           H  hypotheses
+    P  = L * (N-1) pairs          M  any rows        G  numbers in a goal
+Pair l * (N-1) + k - 1 is what player l makes of the k-th player after it.
 
 The file from top to bottom, in the order in which things happen:
-    arguments    the flags
-    training     the loop; what is saved; what is logged and reported
-    warm-up      games of rule-based players, and what is learned from them
-    play         who sits where, what each believes of the others, one joint move
-    search       Monte-Carlo tree search in all trees at once
-    imagination  games that go on in the players' heads
-    learning     the replay, the lesson for the models of others, the lesson for policy and value
-    measuring    evaluation, how well the models of others predict, pictures
-    adapt, watch a trained player among others; a game step by step
-    networks     goal prior, model of others, policy and value
-    world model  from a state and a joint move to the next state: learned, or the true rules
-    views        what the networks see of a state
-    game         the batched stag hunt and its rules
-    players      rule-based players, mixes of them, players from a file
-    outputs      run folder, pictures, tables
+    flags         what can be asked for, and what is refused
+    state         what is refused, saved and drawn at random, in every script
+    training      the loop; what is saved; what is logged and reported
+    warm-up       games of rule-based players, and what is learned from them
+    play          who sits where, what each believes of the others, one joint move
+    search        Monte-Carlo tree search in all trees at once
+    imagination   games that go on in the players' heads
+    learning      the replay, the lesson for the models of others, the lesson for policy and value
+    measuring     evaluation, how well the models of others predict, pictures
+    adapt, watch  a trained player among others; a game step by step
+    views         what the networks see of a state
+    networks      goal prior, model of others, policy and value
+    world model   from a state and a joint move to the next state: learned, or the true rules
+    game          the batched stag hunt and its rules
+    players       rule-based players, mixes of them, players from a file
+    outputs       run folder, pictures, tables
 """
 
 import dataclasses
@@ -127,8 +130,7 @@ class RunArgs:
 @dataclass
 class Args(RunArgs, GameArgs):
     mode: Literal["train", "adapt", "watch"] = "train"
-    """train; or take a trained player of --checkpoint among others (adapt); or look at a game step by step
-    (watch)"""
+    """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
     """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
     mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
@@ -152,8 +154,7 @@ class Args(RunArgs, GameArgs):
     horizon: int = 35
     """steps within which a goal is looked for in hindsight"""
     moa_samples: Literal["present", "rewarded"] = "present"
-    """of what is really played, the models of others learn from all who are there, or only from those that
-    went on to catch something"""
+    """in real games models of others learn from all who are there, or from those that go on to catch prey"""
     search: Literal["mcts", "one-step", "none"] = "mcts"
     """plan by tree search, by looking one move ahead, or not at all"""
     search_model: Literal["learned", "rules"] = "learned"
@@ -163,11 +164,10 @@ class Args(RunArgs, GameArgs):
     num_trees: int = 2
     """trees of a decision, each with a draw of the others' goals from the belief"""
     beta: float = 6.0
-    """the search plays softmax(log-policy + beta * Q), Q divided by what is expected there and --prize-floor
-    on top"""
+    """the search plays softmax(log-policy + beta * Q), Q divided by the return expected plus --prize-floor"""
     prize_floor: float = 0.5
-    """divide Q and each advantage by what the player expects then and this on top: prizes count by how they
-    compare, not by their size; inf leaves them as they are"""
+    """Q and advantages are divided by the return expected plus this: prizes count by how they compare, not by
+    their size; inf leaves them as they are"""
     imagined_per_real: float = 48.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
@@ -191,11 +191,9 @@ class Args(RunArgs, GameArgs):
     learning_rate: float = 2.5e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
-    """step size of Adam for the models of others; it falls to 0 with the square root of what is left of the
-    run"""
+    """step size of Adam for the models of others; it falls to 0, and does so late in the run"""
     moa_minibatches: int = 16
-    """steps of the models of others for each update, each on stretches drawn from the replay and from
-    imagined games"""
+    """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
     gae_lambda: float = 0.95
@@ -228,35 +226,38 @@ class Args(RunArgs, GameArgs):
     """--mode adapt: the models of others go on learning, too"""
 
 
-AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon", "num_simulations",
-              "num_trees", "warmup_meetings", "warmup_epochs", "hidden_size", "vae_size", "moa_minibatches",
-              "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
+AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon",
+              "num_simulations", "num_trees", "warmup_meetings", "warmup_epochs", "hidden_size", "vae_size",
+              "moa_minibatches", "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
 RANGES = ((1, math.inf, AT_LEAST_1),
           (0, 1, ("strangers", "gamma", "gae_lambda")),
           (1e-6, math.inf, ("prize_floor", "reward_scale", "max_grad_norm")),
-          (0, 1e6, ("beta", "imagined_per_real", "learning_rate", "moa_learning_rate", "clip_coef", "ent_coef", "vf_coef",
-                    "eval_episodes", "eval_policy_episodes")),
+          (0, 1e6, ("beta", "imagined_per_real", "learning_rate", "moa_learning_rate", "clip_coef",
+                    "ent_coef", "vf_coef", "eval_episodes", "eval_policy_episodes")),
           (0, math.inf, ("picture_every",)))
-OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size", "warmup_meetings",
-               "warmup_epochs", "warmup_players", "vae_checkpoint", "world_model_checkpoint", "learning_rate", "gae_lambda",
-               "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "vf_coef", "eval_episodes",
-               "eval_policy_episodes", "picture_every", "resume")
+OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size",
+               "warmup_meetings", "warmup_epochs", "warmup_players", "vae_checkpoint",
+               "world_model_checkpoint", "learning_rate", "gae_lambda", "num_minibatches", "update_epochs",
+               "clip_coef", "ent_coef", "vf_coef", "eval_episodes", "eval_policy_episodes", "picture_every",
+               "resume")
+OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
 
 def ignored_flags(args):
     """Which flags mean nothing when: (what was chosen, whether it was, the flags that are then ignored)."""
+    unsearched, unimagined = args.search == "none", args.imagined_per_real == 0
     return (
-        ("--mode train", args.mode == "train", ("checkpoint", "meeting_episodes", "meetings", "adapt_moa")),
+        ("--mode train", args.mode == "train", OF_MEETINGS + ("checkpoint",)),
         ("--mode adapt", args.mode == "adapt", OF_TRAINING),
-        ("--mode watch", args.mode == "watch", OF_TRAINING + ("meeting_episodes", "meetings", "adapt_moa", "num_envs")),
+        ("--mode watch", args.mode == "watch", OF_TRAINING + OF_MEETINGS + ("num_envs",)),
         ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
          ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
-        ("--search none", args.search == "none", ("num_simulations", "num_trees", "beta", "eval_episodes")),
-        ("--search none --imagined-per-real 0", args.search == "none" and args.imagined_per_real == 0,
+        ("--search none", unsearched, ("num_simulations", "num_trees", "beta", "eval_episodes")),
+        ("--search none --imagined-per-real 0", unsearched and unimagined,
          ("search_model", "world_model_checkpoint")),
         ("--search-model rules", args.search_model == "rules", ("world_model_checkpoint",)),
-        ("--imagined-per-real 0", args.imagined_per_real == 0, ("strangers",)),
-        ("--imagined-per-real 0, for all real steps are searched", args.imagined_per_real == 0 and args.search != "none",
+        ("--imagined-per-real 0", unimagined, ("strangers",)),
+        ("--imagined-per-real 0, for all real steps are searched", unimagined and not unsearched,
          ("clip_coef",)),
         ("--goals zero", args.goals == "zero", ("selector", "horizon")),
         ("--vae-checkpoint", args.vae_checkpoint is not None, ("warmup_epochs",)),
@@ -267,24 +268,27 @@ def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     check_ranges(args, RANGES)
     refuse_ignored(args, ignored_flags(args))
-    seats = " ".join(args.players)
-    if "hop" not in args.players:
-        raise Refused(f"--players {seats}: nobody is a HOP+ player; write hop in at least one seat")
+    asked, hops = f"--players {' '.join(args.players)}", args.players.count("hop")
+    if not hops:
+        raise Refused(f"{asked}: nobody is a HOP+ player; write hop in at least one seat")
     if len(args.players) < 2:
-        raise Refused(f"--players {seats}: HOP+ models others, so there must be two players or more")
-    if args.mode == "adapt" and args.players.count("hop") != 1:
-        raise Refused(f"--players {seats}: --mode adapt takes one hop among others, here are {args.players.count('hop')}")
+        raise Refused(f"{asked}: HOP+ models others, so there must be two players or more")
+    if args.mode == "adapt" and hops != 1:
+        raise Refused(f"{asked}: --mode adapt takes one hop among others, here are {hops}")
     if args.mode != "train" and not args.checkpoint:
         raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
     if args.num_simulations % args.num_trees:
-        raise Refused(f"--num-simulations {args.num_simulations} must be divisible by --num-trees {args.num_trees}")
+        raise Refused(f"--num-simulations {args.num_simulations} must be divisible by "
+                      f"--num-trees {args.num_trees}")
     for name in args.warmup_players:
         player_rule(name, "--warmup-players")
-    if args.buffer_size < args.num_envs * args.num_steps:
-        raise Refused(f"--buffer-size {args.buffer_size} is less than the {args.num_envs * args.num_steps} steps between "
-                      f"two updates (--num-envs {args.num_envs} x --num-steps {args.num_steps})")
+    played = args.num_envs * args.num_steps
+    if args.buffer_size < played:
+        raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
+                      f"(--num-envs {args.num_envs} x --num-steps {args.num_steps})")
     if args.search_model == "learned" and args.dynamic_final_time:
-        raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee the deadline")
+        raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee "
+                      "the deadline")
 
 
 # ======================================================================================= state
@@ -355,20 +359,19 @@ def seeded(seed, what, device="cpu"):
 
 
 class Run(Saved):
-    """All that a run is made of. What `saved` names is in its checkpoints, so that it goes on as if never
-    stopped."""
+    """All that a run is made of: `saved` is in its checkpoints, so that it goes on as if never stopped."""
 
-    saved = ("networks", "optimizer", "others_optimizer", "generator", "table", "replay", "imagination", "returns",
-             "thresholds", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations", "imagined_steps",
-             "best", "largest_fall", "curve", "fresh")
+    saved = ("networks", "optimizer", "others_optimizer", "generator", "table", "replay", "imagination",
+             "returns", "thresholds", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations",
+             "imagined_steps", "best", "largest_fall", "curve", "fresh")
 
     def __init__(self, args, checkpoint=None):
         """Makes the players and warms them up; a run that is resumed has had its warm-up."""
         self.timesteps = self.warmup_steps = 0  # real steps of self-play, and before it
         self.seconds = self.warmup_seconds = 0.0  # from the start of the script
         self.simulations = self.imagined_steps = 0
-        self.best = self.largest_fall = 0.0  # of the running mean of returns; the fall in the last quarter of the run
-        self.curve, self.fresh = [], {}  # fresh: scores of the last update, on steps before they were learned from
+        self.best = self.largest_fall = 0.0  # of the running mean of returns; the fall in the last quarter
+        self.curve, self.fresh = [], {}  # fresh: the last update's scores, on steps not yet learned from
         self.table = Table(args, args.num_envs, args.seed)
         self.networks, record, self.world = self.table.networks, None, None
         if checkpoint is None:
@@ -380,8 +383,9 @@ class Run(Saved):
                 self.world, steps = warm_up_world(args)
                 self.warmup_steps += steps
             else:
-                self.world = make_world_model(checkpoint["world_model"], f"--resume {args.resume}", args.device)
-            self.table.model = self.world.tabulate(args.height, args.width, len(args.players))
+                weights = checkpoint["world_model"]
+                self.world = make_world_model(weights, f"--resume {args.resume}", args.device)
+            self.table.model = WorldTables(self.world, args.height, args.width, len(args.players))
         self.replay = Replay(args, self.table, record)
         self.imagination = Imagination(args, self.table, self.replay) if args.imagined_per_real else None
         adam = lambda part, rate: torch.optim.Adam(part.parameters(), lr=rate, eps=1e-5, fused=True)
@@ -399,7 +403,8 @@ class Run(Saved):
         return self.warmup_steps + self.timesteps
 
     def save(self, args, folder):
-        players = {"config": dataclasses.asdict(args), "networks": {name: getattr(self.networks, name).state_dict() for name in ("policy", "others")}}
+        networks = {"policy": self.networks.policy.state_dict(), "others": self.networks.others.state_dict()}
+        players = {"config": dataclasses.asdict(args), "networks": networks}
         players |= {"world_model": self.world.state_dict()} if self.world else {}
         save_checkpoint(folder, players, "players.pt")  # what is needed to play, and no more
         save_checkpoint(folder, {**players, "run": self.state_dict()})
@@ -415,9 +420,9 @@ def main(args):
 def train(args):
     checkpoint = None
     if args.resume:
-        checkpoint = load_checkpoint(os.path.join(args.resume, "checkpoint.pt"), f"--resume {args.resume}", args.device)
+        path = os.path.join(args.resume, "checkpoint.pt")
+        checkpoint = load_checkpoint(path, f"--resume {args.resume}", args.device)
     run = Run(args, checkpoint)
-    table = run.table
     folder = open_run(args)
     log = Log(args, folder, run)
     saved = time.perf_counter()
@@ -427,21 +432,22 @@ def train(args):
             run.optimizer.param_groups[0]["lr"] = args.learning_rate * left
             run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * left**0.25
 
-            real = play_steps(table, run.returns, args.num_steps, args.search)
+            real = play_steps(run.table, run.returns, args.num_steps, args.search)
             run.timesteps += args.num_steps * args.num_envs
             log.clock("real_games")
             run.replay.add(real)
-            scores = score_models(table, real)
+            figures = score_models(run.table, real)
             log.clock("scores")
             dream = run.imagination.play(real, args.num_steps) if run.imagination else None
             log.clock("imagination")
-            losses = learn_others(args, run.networks, run.replay, dream, run.others_optimizer, run.generator)
+            figures |= learn_others(args, run.networks.others, run.replay, dream, run.others_optimizer,
+                                    run.generator)
             log.clock("others")
-            losses |= learn_policy(args, run.networks.policy, join(real, dream), run.optimizer, args.ent_coef * left,
-                                   run.generator)
+            figures |= learn_policy(args, run.networks.policy, join(real, dream), run.optimizer,
+                                    args.ent_coef * left, run.generator)
             log.clock("policy")
 
-            log.update(real, dream, scores, losses)
+            log.update(real, dream, figures)
             last = run.timesteps >= args.total_timesteps or interrupt.wanted
             if last or time.perf_counter() - log.pictured > args.picture_every:
                 log.picture()
@@ -459,8 +465,7 @@ def train(args):
 
 
 class Log:
-    """What a run shows while it learns: the moving line, TensorBoard, pictures, and the curves for the
-    results."""
+    """What a run shows while it learns: the moving line, TensorBoard, pictures, the curve for the results."""
 
     def __init__(self, args, folder, run):
         self.args, self.folder, self.run = args, folder, run
@@ -485,27 +490,26 @@ class Log:
     def speed(self):
         return (self.run.timesteps - self.begun_at) / (time.perf_counter() - self.begun)
 
-    def update(self, real, dream, scores, losses):
-        """Takes in an update. losses and scores hold tensors of [L] or [P]; a player's line is the mean over
-        its own."""
-        args, run, table, returns = self.args, self.run, self.run.table, self.run.returns
+    def update(self, real, dream, figures):
+        """Takes in an update. Figures are of [L] or [P]; a player's line is the mean over its own."""
+        args, run, table, last = self.args, self.run, self.run.table, self.run.returns.last
         now = {"seconds": round(run.seconds, 2), "true_steps": run.true_steps}
-        run.thresholds.check(returns.last, table.hop_seats, **now)
-        mean = returns.last[:, table.hop_seats].mean().item() if len(returns.last) == 500 else None
+        run.thresholds.check(last, table.hop_seats, **now)
+        mean = last[:, table.hop_seats].mean().item() if len(last) == 500 else None
         run.curve.append({"timesteps": run.timesteps, **now, "return": mean})
         run.best = max(run.best, mean or 0.0)
         if run.timesteps > 0.75 * args.total_timesteps and mean is not None and run.best > 0:
             run.largest_fall = max(run.largest_fall, 1 - mean / run.best)
+        run.fresh = {tag: value.nanmean().item() for tag, value in figures.items()
+                     if tag.endswith(("explained_variance", "belief_accuracy"))}
+        if len(last):
+            for name, value in zip(table.names, last.mean(0).tolist()):
+                self.add(f"charts/episodic_return/{name}", value)
+        for tag, value in figures.items():
+            for seat, own in zip(table.hop_seats, value.unflatten(0, (len(table.hop_seats), -1))):
+                self.add(f"{tag}/{table.names[seat]}", own.nanmean())
         if dream is not None:
             run.imagined_steps += dream["policy"]["actions"].numel()
-        if len(returns.last):
-            for name, value in zip(table.names, returns.last.mean(0).tolist()):
-                self.add(f"charts/episodic_return/{name}", value)
-        run.fresh = {tag: value.nanmean().item() for tag, value in {**losses, **scores}.items()
-                     if tag.endswith(("explained_variance", "belief_accuracy"))}
-        for tag, value in {**losses, **scores}.items():
-            for hop, seat in enumerate(table.hop_seats):
-                self.add(f"{tag}/{table.names[seat]}", value.unflatten(0, (len(table.hop_seats), -1))[hop].nanmean())
         if "search" in real:
             for key, value in real["search"].items():
                 self.add(f"mcts/{key}", value)
@@ -518,13 +522,14 @@ class Log:
             self.add(f"time/{part}", spent)
         self.add("charts/SPS", self.speed())
         self.bar.update(run.timesteps - self.bar.n)
-        returns.show(self.bar)
+        run.returns.show(self.bar)
         self.clock("logging")
 
     def picture(self):
         self.pictured, steps = time.perf_counter(), self.run.timesteps
-        add_gif(self.writer, "episode", record_game(self.args, self.run.table, self.args.seed + steps), steps,
-                os.path.join(self.folder, "pictures", f"episode_{steps}.gif"))
+        path = os.path.join(self.folder, "pictures", f"episode_{steps}.gif")
+        frames = record_game(self.args, self.run.table, self.args.seed + steps)
+        add_gif(self.writer, "episode", frames, steps, path)
         self.clock("picture")
 
 
@@ -533,20 +538,22 @@ def report(args, folder, run, log):
     log.bar.close()
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
-               "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2), "sps": round(log.speed()),
-               "fresh": run.fresh, "evaluation": {}, "thresholds": run.thresholds.reached, "simulations": run.simulations,
+               "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2),
+               "sps": round(log.speed()), "fresh": run.fresh, "evaluation": {},
+               "thresholds": run.thresholds.reached, "simulations": run.simulations,
                "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
                "curve": run.curve}
     rows = [["evaluation", *table.names, "HOP+ mean", "episodes"]]
-    modes = [("searched", args.eval_episodes, args.search)] if args.search != "none" else []
-    for mode, episodes, search in modes + [("policy", args.eval_policy_episodes, "none")]:
-        if episodes:
+    strengths = args.strengths or [1] * len(args.players)
+    equals = [f"{name} {strength}" for name, strength in zip(args.players, strengths)]
+    for mode, episodes, search in (("searched", args.eval_episodes, args.search),
+                                   ("policy", args.eval_policy_episodes, "none")):
+        if episodes and (mode == "policy" or search != "none"):
             played, steps = evaluate(args, table, episodes, search, args.seed + 1_000_000)
             measured += steps
-            names = [f"{name} {strength}" for name, strength in zip(args.players, args.strengths or [1] * len(args.players))]
-            summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, names)
-            rows.append([mode, *(f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"]),
-                         summary["episodes"]])
+            summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, equals)
+            means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
+            rows.append([mode, *means, summary["episodes"]])
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
@@ -560,16 +567,16 @@ def report(args, folder, run, log):
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
     save_json(os.path.join(folder, "results.json"), results)
-    print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} imagined, "
-          f"{run.simulations} simulations) in {run.seconds:.0f} s, of which {run.warmup_seconds:.0f} s to warm up; "
-          f"{measured} more to measure. Everything is in {folder}")
+    print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
+          f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
+          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}")
 
 
 # ===================================================================================== warm-up
 
 WARMUP_RATE = 8e-3  # step size of Adam at the start of the warm-up
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
-HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
+HINDSIGHT = 0.25  # share of the steps whose action is to be told from the goal in hindsight, not the belief
 PRIOR_WEIGHT = 1e-3  # of the goal prior's distance to the standard normal, in the warm-up
 
 
@@ -577,15 +584,17 @@ PRIOR_WEIGHT = 1e-3  # of the goal prior's distance to the standard normal, in t
 def record_meetings(args):
     """Plays meetings of the --warmup-players, the data of the warm-up. -> dict of [.., T, B]
 
-    The same players meet for the whole record of four episodes or more; in half of the meetings all are of
-    one kind, else each is drawn for itself. """
-    game = make_game(args, args.warmup_meetings, args.seed + 7)
-    generator = seeded(args.seed, "meetings", args.device)
-    rules = torch.tensor([player_rule(name) for name in args.warmup_players], dtype=torch.float64, device=args.device)
-    kind = torch.randint(len(rules), (game.num_envs, game.num_players), generator=generator, device=args.device)
-    alike = torch.arange(game.num_envs, device=args.device)[:, None] % 2 == 0
+    The same players meet for the whole record, four episodes or more. In half of the meetings all are of one
+    kind, in the others each is drawn for itself.
+    """
+    device, game = args.device, make_game(args, args.warmup_meetings, args.seed + 7)
+    generator = seeded(args.seed, "meetings", device)
+    rules = [player_rule(name) for name in args.warmup_players]
+    rules = torch.tensor(rules, dtype=torch.float64, device=device)
+    kind = torch.randint(len(rules), (game.num_envs, game.num_players), generator=generator, device=device)
+    alike = torch.arange(game.num_envs, device=device)[:, None] % 2 == 0
     rule = rules[torch.where(alike, kind[:, :1], kind)].float()
-    never, steps = torch.zeros(game.num_envs, dtype=torch.bool, device=args.device), []
+    never, steps = torch.zeros(game.num_envs, dtype=torch.bool, device=device), []
     for _ in range(4 * max(args.final_time, 36)):
         state = game.state()
         out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
@@ -596,39 +605,45 @@ def record_meetings(args):
 
 
 def warm_up_goals(args, table, record):
-    """Trains the goal prior and one model of others on the record; both stay as they are from then on, and
+    """Leaves a goal prior and one model of others, learned or loaded: both stay as they are from then on, and
     each player's own models begin as copies of the latter."""
-    networks, prior, known = table.networks, table.networks.prior, table.networks.known
+    prior, known, others = table.networks.prior, table.networks.known, table.networks.others
     if args.vae_checkpoint:
         load_goals(args.vae_checkpoint, f"--vae-checkpoint {args.vae_checkpoint}", args, prior, known)
     else:
-        optimizer = torch.optim.Adam([*prior.parameters(), *known.parameters()], lr=WARMUP_RATE, eps=1e-5, fused=True)
-        generator = seeded(args.seed, "warm-up", args.device)
-        # a player is a row of its own here: [1, T, B * N, ...]
-        row = lambda part: part.movedim(0, 2).flatten(1, 2)[None]
-        x = look_back(table.views, record)  # [N, T, B, K]
-        goal_step = row(last_steps(record["ends"], args.horizon))
-        x, action, seen = row(x), row(record["actions"]).long(), row(record["present"])
-        pieces = [piece for _ in range(args.warmup_epochs) for piece in
-                  torch.randperm(x.shape[2], generator=generator, device=x.device).split(4)]
-        for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
-            optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
-            lesson = {"x": x[:, :, piece], "action": action[:, :, piece], "seen": seen[:, :, piece],
-                      "weight": seen[:, :, piece], "memory": known.start(len(piece))}
-            mean, logvar = prior(lesson["x"].flatten(1, 2))
-            distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
-            lesson |= pick_goals(mean, logvar, goal_step[:, :, piece])
-            loss = others_loss(known, lesson, generator)["loss"]
-            loss = loss + PRIOR_WEIGHT * masked_mean(distance, lesson["weight"].flatten(1))
-            optimizer.zero_grad()
-            loss.sum().backward()
-            clip_gradients(prior, args.max_grad_norm)
-            clip_gradients(known, args.max_grad_norm)
-            optimizer.step()
-    networks.prior.requires_grad_(False)
-    networks.known.requires_grad_(False)
-    networks.others.load_state_dict({name: value.expand_as(networks.others.state_dict()[name])
-                                     for name, value in known.state_dict().items()})
+        learn_goals(args, prior, known, record)
+    prior.requires_grad_(False)
+    known.requires_grad_(False)
+    own = others.state_dict()
+    others.load_state_dict({name: value.expand_as(own[name]) for name, value in known.state_dict().items()})
+
+
+def learn_goals(args, prior, known, record):
+    """Trains the goal prior and one model of others on the record, four players' meetings at a time."""
+    parameters = [*prior.parameters(), *known.parameters()]
+    optimizer = torch.optim.Adam(parameters, lr=WARMUP_RATE, eps=1e-5, fused=True)
+    generator = seeded(args.seed, "warm-up", args.device)
+    # a player is a row of its own here: [1, T, B * N, ..]
+    row = lambda part: part.movedim(0, 2).flatten(1, 2)[None]
+    x, seen = row(look_back(known.views, record)), row(record["present"])
+    action = row(record["actions"]).long()
+    goal_step = row(last_steps(record["ends"], args.horizon))
+    pieces = [piece for _ in range(args.warmup_epochs) for piece in
+              torch.randperm(x.shape[2], generator=generator, device=x.device).split(4)]
+    for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
+        optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
+        lesson = {"x": x[:, :, piece], "action": action[:, :, piece], "seen": seen[:, :, piece],
+                  "weight": seen[:, :, piece], "memory": known.start(len(piece))}
+        mean, logvar = prior(lesson["x"].flatten(1, 2))
+        distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
+        lesson |= pick_goals(mean, logvar, goal_step[:, :, piece])
+        loss = others_loss(known, lesson, generator)["loss"]
+        loss = loss + PRIOR_WEIGHT * masked_mean(distance, lesson["weight"].flatten(1))
+        optimizer.zero_grad()
+        loss.sum().backward()
+        clip_gradients(prior, args.max_grad_norm)
+        clip_gradients(known, args.max_grad_norm)
+        optimizer.step()
 
 
 def load_goals(path, asked, args, prior, known):
@@ -649,7 +664,7 @@ def load_goals(path, asked, args, prior, known):
 
 
 def last_steps(ends, horizon):
-    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T, B]."""
+    """For each step of a player's games the last one of that game within the horizon: numbers [.., T, B]."""
     steps = ends.shape[-2]
     last, end = torch.empty(ends.shape, dtype=torch.int64, device=ends.device), steps - 1
     for t in reversed(range(steps)):
@@ -659,7 +674,7 @@ def last_steps(ends, horizon):
 
 
 def pick_goals(mean, logvar, goal_step):
-    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T, B]."""
+    """The goals in hindsight, from the goals of all views [P, T * B, G] and the step of each [P, T, B]."""
     index = goal_step[..., None].expand(*goal_step.shape, mean.shape[-1])
     mean, logvar = (part.unflatten(1, goal_step.shape[1:]).gather(1, index) for part in (mean, logvar))
     return {"goal_mean": mean, "goal_logvar": logvar}
@@ -685,7 +700,7 @@ def make_world_model(weights, asked, device="cpu"):
     return model.to(device)
 
 
-WORLD_STEPS, WORLD_UPDATES = 6_000, 400  # true-game steps, and gradient steps, from which the warm-up learns the world
+WORLD_STEPS, WORLD_UPDATES = 6_000, 400  # true-game steps, and steps of Adam, that teach the world model
 WORLD_RATE = 1e-2  # step size of Adam at the start
 WORLD_SHRINK = 0.06  # pull on the first weights towards 0, as a share of it
 
@@ -701,8 +716,10 @@ def warm_up_world(args):
     optimizer = torch.optim.Adam(model.parameters(), fused=True)
     generator = seeded(args.seed, "world model", args.device)
     for number in tqdm(range(WORLD_UPDATES), desc="warming up: world model", leave=False, dynamic_ncols=True):
-        rate = optimizer.param_groups[0]["lr"] = WORLD_RATE * 0.5 * (1 + math.cos(math.pi * number / WORLD_UPDATES))
-        terms = model.loss(pick(rows, torch.randint(rows_of(rows), (1024,), generator=generator, device=args.device)))
+        rate = WORLD_RATE * 0.5 * (1 + math.cos(math.pi * number / WORLD_UPDATES))
+        optimizer.param_groups[0]["lr"] = rate
+        which = torch.randint(WORLD_STEPS, (1024,), generator=generator, device=args.device)
+        terms = model.loss(pick(rows, which))
         optimizer.zero_grad()
         sum(term.sum() for term in terms.values()).backward()
         optimizer.step()
@@ -832,10 +849,6 @@ def pick(rows, which):
     return {name: part[..., which] if isinstance(part, torch.Tensor) else part for name, part in rows.items()}
 
 
-def rows_of(rows):
-    return len(rows["clock"])
-
-
 def others_pay(rows):
     """Whether what a player gets depends on more than its token: then those on other cells pay, too."""
     egos = len(rows["reward"])
@@ -869,25 +882,30 @@ class Table(Saved):
     saved = ("game", "lineup", "memory", "generator")
 
     def __init__(self, args, num_envs, seed, networks=None, model=None, episodes=1):
-        self.args, self.names = args, [f"player_{seat + 1}" for seat in range(len(args.players))]
+        n, device = len(args.players), args.device
+        self.args, self.names = args, [f"player_{seat + 1}" for seat in range(n)]
         self.hop_seats = [seat for seat, name in enumerate(args.players) if name == "hop"]
         self.trained_seats = [seat for seat, name in enumerate(args.players) if ".pt:" in name]
         self.game = make_game(args, num_envs, seed)
-        own = set(self.hop_seats + self.trained_seats)
-        self.lineup = Lineup([None if seat in own else name for seat, name in enumerate(args.players)], self.game, seed, episodes)
-        n = len(args.players)
-        self.views = Views(args.height, args.width, n, args.final_time, args.device)
-        self.seats = torch.tensor(self.hop_seats, device=args.device)
-        self.order = (self.seats[:, None] + torch.arange(n, device=args.device)) % n  # [L, N], each player first for itself
-        self.readers = self.seats.repeat_interleave(n - 1)  # [P] the seat that models
+        names = [None if name == "hop" or ".pt:" in name else name for name in args.players]
+        self.lineup = Lineup(names, self.game, seed, episodes)
+        self.views = Views(args.height, args.width, n, args.final_time, device)
+        self.seats = torch.tensor(self.hop_seats, device=device)  # [L]
+        self.order = (self.seats[:, None] + torch.arange(n, device=device)) % n  # [L, N], oneself first
+        self.readers = self.for_pairs(self.seats)  # [P] the seat that models
         self.pairs = self.order[:, 1:].flatten()  # [P] the seat that is modelled
-        self.networks = networks or Networks(args, self.views, len(self.hop_seats)).to(args.device)
+        self.networks = networks or Networks(args, self.views, len(self.hop_seats)).to(device)
         self.model = model or Rules(make_game(args, 1, 0))
         self.trained = None
         if self.trained_seats:
-            self.trained = load_policies([args.players[seat] for seat in self.trained_seats], self.views).to(args.device)
-        self.generator = seeded(seed, "table", args.device)
+            names = [args.players[seat] for seat in self.trained_seats]
+            self.trained = load_policies(names, self.views).to(device)
+        self.generator = seeded(seed, "table", device)
         self.memory = self.networks.others.start(num_envs).detach().clone()
+
+    def for_pairs(self, part):
+        """What each HOP+ player has, once for each player that it models: [L, ...] -> [P, ...]."""
+        return part.repeat_interleave(len(self.names) - 1, 0)
 
     @torch.no_grad()
     def look(self):
@@ -903,22 +921,20 @@ class Table(Saved):
                 "told": told, "policy": policy, "value": value}  # [L, B, ..]
 
     @torch.no_grad()
-    def act(self, search, greedy=False):
+    def act(self, search):
         """One joint move of all players: what `look` gives, and what is listed at the end."""
         seen = self.look()
-        improved, found = seen["policy"], None
-        if search != "none":
-            improved, found = self.plan(seen, search)
-        action = improved.argmax(-1) if greedy else sample_actions(improved.exp(), self.generator)
+        improved, found = self.plan(seen, search) if search != "none" else (seen["policy"], None)
+        action = sample_actions(improved.exp(), self.generator)
         actions = self.lineup.act(self.game)
-        true_probs = self.lineup.probabilities(self.game).transpose(0, 1).clone()  # of those for which they are known
+        true_probs = self.lineup.probabilities(self.game).transpose(0, 1).clone()
         if self.trained is not None:
             log_probs, _ = self.trained(seen["x"][self.trained_seats])
             true_probs[self.trained_seats] = log_probs.exp()
             actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
         true_probs[self.seats], actions[:, self.seats] = improved.exp(), action.T
         return {**seen, "actions": actions,  # [B, N]
-                "true_probs": true_probs,  # [N, B, 7]
+                "true_probs": true_probs,  # [N, B, 7], true of those that are `known`
                 "improved": improved, "search": found}  # [L, B, 7]; what the search found, if there was one
 
     def known(self):
@@ -932,43 +948,43 @@ class Table(Saved):
         return mean.unflatten(0, (len(self.hop_seats), -1)).transpose(1, 2).flatten(2)
 
     def plan(self, seen, search_mode):
-        """Searches the positions of the players that are there. -> log of the improved policies [L, B, 7],
-        what was found"""
-        args, trees, policy, value = self.args, self.args.num_trees, seen["policy"], seen["value"][..., None]
+        """Searches the positions of those that are there. -> log of the improved policies, what was found"""
+        args, trees, depth_limit = self.args, self.args.num_trees, 1 if search_mode == "one-step" else 64
         present = (self.game.cell < self.game.cells)[self.seats]  # [L, B]
         most = max(int(present.sum(1).max()), 1)
-        columns = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]  # those that are there come first
-        spread = columns.repeat_interleave(trees, 1)  # [L, M * trees]
-        length, others = len(columns), len(self.names) - 1
-        pick = lambda part: part.gather(1, spread[..., None].expand(-1, -1, part.shape[-1]))
-        mean, logvar = (torch.stack([pick(part) for part in each.unflatten(0, (length, others)).unbind(1)], 1).flatten(0, 1)
-                        for each in (seen["mean"], seen["logvar"]))  # [P, M * trees, G]
-        searcher = Searcher(self.networks, self.views, pick(seen["told"]), draw_goals(mean, logvar, self.generator))
+        # for each player the games where it is there, filled up with others: [L, M]
+        games = (~present).to(torch.uint8).argsort(dim=1, stable=True)[:, :most]
+        spread = games.repeat_interleave(trees, 1)  # [L, M * trees]
+        belief = (take(seen[key], self.for_pairs(spread)) for key in ("mean", "logvar"))  # [P, M * trees, G]
+        goals = draw_goals(*belief, self.generator)
+        searcher = Searcher(self.networks, self.views, take(seen["told"], spread), goals)
         state = ego_first(self.game.state(), self.order, spread)
-        visits, totals, depth = search(self.model, searcher, state, args.num_simulations // trees, args, self.generator,
-                                       1 if search_mode == "one-step" else 64)
-        visits, totals = (part.unflatten(0, (length, most, trees)).sum(2) for part in (visits, totals))
-        here = lambda part: part.gather(1, columns[..., None].expand(-1, -1, part.shape[-1]))
-        before, beta = here(policy), sharpness(args, here(value))
-        better, completed = improved_policy(before, totals / visits.clamp(min=1), visits, here(value), beta)
-        there = present.gather(1, columns)
-        index = columns[..., None].expand(-1, -1, NUM_ACTIONS)
-        improved = policy.scatter(1, index, torch.where(there[..., None], better, before))
-        full = torch.zeros_like(policy)
-        return improved, {
+        visits, totals, depth = search(self.model, searcher, state, args.num_simulations // trees, args,
+                                       self.generator, depth_limit)
+        visits, totals = (part.unflatten(0, (*games.shape, trees)).sum(2) for part in (visits, totals))
+
+        policy, value = seen["policy"], take(seen["value"][..., None], games)
+        before, q = take(policy, games), totals / visits.clamp(min=1)
+        better, completed = improved_policy(before, q, visits, value, sharpness(args, value))
+        there, nothing = present.gather(1, games), torch.zeros_like(policy)
+        put = lambda whole, part: whole.scatter(1, games[..., None].expand_as(part), part)
+        return put(policy, torch.where(there[..., None], better, before)), {
             "gain": ((better.exp() - before.exp()) * completed).sum(-1)[there].mean() / args.reward_scale,
-            "changed": (better.argmax(-1) != before.argmax(-1))[there].float().mean(), "depth": depth.mean(),
-            "decisions": there.sum(), "q": full.scatter(1, index, completed / args.reward_scale),
-            "visits": full.scatter(1, index, visits)}
+            "changed": (better.argmax(-1) != before.argmax(-1))[there].float().mean(),
+            "depth": depth.mean(), "decisions": there.sum(),
+            "q": put(nothing, completed / args.reward_scale), "visits": put(nothing, visits)}
 
     @torch.no_grad()
     def play(self, seen, restart=True):
-        """Plays the joint move of `act`; begins new episodes where one is over, unless told not to. -> what
-        advance returns, each [N, B], and over [B]; seen [P, B] tells who saw whom."""
+        """Plays the joint move of `act`; begins new episodes where one is over, unless told not to.
+
+        -> what `advance` returns, of players [N, B], of games [B]; and seen [P, B], who saw whom
+        """
         out = self.game.advance(seen["actions"])
         out = {key: part.T if part.dim() == 2 else part for key, part in out.items()}
         out["seen"] = out["present"][self.readers] & out["present"][self.pairs]
-        self.memory = self.networks.others.remember(self.memory, seen["table"], out["action"][self.pairs].long(), out["seen"])
+        action = out["action"][self.pairs].long()
+        self.memory = self.networks.others.remember(self.memory, seen["table"], action, out["seen"])
         if restart:
             self.game.reset(out["over"])
             self.lineup.reset(out["over"])
@@ -977,7 +993,8 @@ class Table(Saved):
 
 def board_of(args):
     """The flags of the game, as BatchedStagHunt takes them."""
-    return {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)} | {"num_players": len(args.players)}
+    board = {field.name: getattr(args, field.name) for field in dataclasses.fields(GameArgs)}
+    return board | {"num_players": len(args.players)}
 
 
 def make_game(args, num_envs, seed):
@@ -989,33 +1006,40 @@ def draw_goals(mean, logvar, generator):
     return mean + (0.5 * logvar).exp() * torch.randn(mean.shape, generator=generator, device=mean.device)
 
 
+def take(part, index):
+    """Rows of each list by their numbers: part [L, M, D], index [L, K] -> [L, K, D]."""
+    return part.gather(1, index[..., None].expand(-1, -1, part.shape[-1]))
+
+
 def play_steps(table, returns, num_steps, search):
-    """Plays num_steps real steps. -> dict of [.., T, B] for the replay, of [T, .., B] for policy and
-    scores"""
+    """Plays num_steps real steps. -> dict of [.., T, B] for the replay, [T, .., B] for policy and scores"""
     steps, args = [], table.args
     for _ in range(num_steps):
-        state = table.game.state()
-        memory, seen = table.memory, table.act(search)
+        before = {**table.game.state(), "memory": table.memory}
+        seen = table.act(search)
         out = table.play(seen)
         returns.add(out["reward"].T, out["over"])
-        steps.append({"state": state, "memory": memory, **seen, **out})
+        steps.append({**before, **seen, **out})
     stack = lambda key, dim=0: torch.stack([step[key] for step in steps], dim)
-    real = {name: torch.stack([step["state"][name] for step in steps], -2) for name in STATE}
-    real |= {key: stack(key, -2) for key in ("over", "ended", "present", "seen", "left")}
-    real |= {"actions": stack("action", -2), "memories": stack("memory", 1).flatten(1, 2), "memory": steps[0]["memory"],
-             **{key: stack(key) for key in ("x", "true_probs", "mean", "logvar", "reward")}}
+    real = {key: stack(key, -2) for key in STATE + ("over", "ended", "present", "seen", "left")}
+    real |= {key: stack(key) for key in ("x", "true_probs", "mean", "logvar", "reward")}
+    real |= {"actions": stack("action", -2), "memory": steps[0]["memory"],
+             "memories": stack("memory", 1).flatten(1, 2)}  # of each step, [P, T * B, H]
     own = {key: stack(key)[:, table.seats] for key in ("x", "ended", "present")}
-    played = torch.stack([step["actions"].T[table.seats] for step in steps])
-    policy, last = stack("policy"), table.look()["value"][None]  # the value of what comes next
-    real["policy"] = {**own, "told": stack("told"), "actions": played, "values": torch.cat([stack("value"), last]),
-                      "rewards": stack("reward")[:, table.seats] * args.reward_scale, "target": stack("improved").exp(),
-                      "logprobs": policy.gather(-1, played[..., None]).squeeze(-1),
+    played = torch.stack([step["actions"].T[table.seats] for step in steps])  # [T, L, B]
+    last = table.look()["value"][None]  # the value of what comes next
+    real["policy"] = {**own, "told": stack("told"), "actions": played, "target": stack("improved").exp(),
+                      "logprobs": stack("policy").gather(-1, played[..., None]).squeeze(-1),
+                      "values": torch.cat([stack("value"), last]),
+                      "rewards": stack("reward")[:, table.seats] * args.reward_scale,
                       "searched": torch.full_like(own["ended"], search != "none")}
     if search != "none":
         found = [step["search"] for step in steps]
-        real["search"] = {key: torch.stack([each[key] for each in found]).mean() for key in ("gain", "changed", "depth")}
+        real["search"] = {key: torch.stack([each[key] for each in found]).mean()
+                          for key in ("gain", "changed", "depth")}
         real["decisions"] = sum(each["decisions"] for each in found)
     return real
+
 
 # ====================================================================================== search
 
@@ -1023,20 +1047,21 @@ def play_steps(table, returns, num_steps, search):
 class Searcher:
     """What a search asks of the networks, for L players and M states each: [L * M] in a row.
 
-    What stays the same in all positions is computed once: the tables of the first layers, and what the goals
-    add to their outputs: of the policy what it is told of the others' goals [L, M, (N-1) * G], as in a real
-    game; of each model of others one draw of a goal [P, M, G]. """
+    Goals stay the same in a search: the policy is told of the others' goals [L, M, (N-1) * G] as in a real
+    game, and each model of others goes by one draw of a goal [P, M, G]. So what they add to the first layers'
+    outputs is computed once, and so are the tables of these layers.
+    """
 
     def __init__(self, networks, views, told, goals):
         self.policy, self.others, self.views = networks.policy, networks.others, views
         self.length, self.many = told.shape[:2]
-        # The players that are looked at are laid out [N, L], oneself first, so the pairs [L, N-1] are turned
-        # round.
-        length, n = self.length, views.num_players
-        self.turned = torch.arange(length * (n - 1), device=goals.device).view(length, n - 1).T.flatten()
-        self.table = torch.cat([self.policy.view.table(), self.others.view.table()[self.turned]])  # [N * L, fact, hidden]
+        # Those who are looked at are laid out [N, L], oneself first, so the pairs [L, N-1] are turned round.
+        self.turned = torch.arange(len(goals), device=goals.device).view(self.length, -1).T.flatten()
+        others = self.others.view.table()[self.turned]
+        self.table = torch.cat([self.policy.view.table(), others])  # [N * L, fact, hidden]
         added = self.policy.view.bias + told @ self.policy.goals
-        self.added = torch.cat([added, (self.others.view.bias + goals @ self.others.goal)[self.turned]])  # [N * L, M, hidden]
+        others = (self.others.view.bias + goals @ self.others.goal)[self.turned]
+        self.added = torch.cat([added, others])  # [N * L, M, hidden]
 
     def think(self, state):
         """-> own log-probabilities [L * M, 7], value [L * M], the others' probabilities [L * M, N-1, 7]"""
@@ -1051,21 +1076,21 @@ class Searcher:
 
 def improved_policy(log_probs, q, visits, value, beta):
     """softmax(log-policy + beta * Q), where an action never tried counts with the value of what was tried.
-    log_probs, q, visits [.., 7]; value, beta [.., 1] -> log of the improved policy, the completed Q [.., 7]
 
-    Completed values and improved policy are those of Gumbel MuZero (Danihelka et al. 2022, eq. 10-11, app.
-    D). """
+    log_probs, q, visits [.., 7]; value, beta [.., 1] -> log of the improved policy, the completed Q [.., 7].
+    Both are those of Gumbel MuZero (Danihelka et al. 2022, eq. 10-11, app. D).
+    """
     policy, tried = log_probs.exp(), (visits > 0).float()
-    total = visits.sum(-1, keepdim=True)
-    weighted = (policy * q * tried).sum(-1, keepdim=True) / (policy * tried).sum(-1, keepdim=True).clamp(min=1e-9)
+    total, chance = visits.sum(-1, keepdim=True), (policy * tried).sum(-1, keepdim=True)
+    weighted = (policy * q * tried).sum(-1, keepdim=True) / chance.clamp(min=1e-9)
     mixed = torch.where(total > 0, (value + total * weighted) / (1 + total), value)
     completed = torch.where(visits > 0, q, mixed)
     return (log_probs + beta * completed).log_softmax(-1), completed
 
 
 def sharpness(args, value):
-    """beta for scaled rewards in positions of some value: divided by what is expected there, so that a small
-    prize is sought as keenly in a poor game as a large one in a rich game."""
+    """beta for scaled rewards in positions of some value, divided by what is expected there: so a small prize
+    is sought as keenly in a poor game as a large one in a rich game."""
     if math.isinf(args.prize_floor):
         return torch.full_like(value, args.beta / args.reward_scale)
     return args.beta / (value.abs() + args.prize_floor * args.reward_scale)
@@ -1074,25 +1099,30 @@ def sharpness(args, value):
 class Tree:
     """Q trees side by side. Simulation k makes node k of each, so node k of tree t stands in row k * Q + t.
 
-    state   what the model moves, each [.., row]       prior  own log-probabilities [row, 7] value   of the
-    node [row], 0 where it is over      others the others' probabilities, summed up for drawing [row, N-1, 7]
-    reward  of the step to the node [row]              over   whether the player's game ended with it [row]
-    visits, totals  of each own action [row, 7] parent, key     the row that a node comes from, and by which
-    joint move [node, Q]: a child is found by comparing """
+        state           what the model moves, each [.., row]
+        prior           own log-probabilities [row, 7]
+        others          the others' probabilities, summed up for drawing [row, N-1, 7]
+        value           of the node [row], 0 where it is over
+        reward, over    of the step to the node: what it pays, whether the player's game ended with it [row]
+        visits, totals  of each own action [row, 7]
+        parent, key     the row that a node comes from, and by which joint move [node, Q]: a child is found by
+                        comparing
+    """
 
     def __init__(self, root, simulations, num_others):
         device, self.trees = root["clock"].device, len(root["clock"])
         rows = (simulations + 1) * self.trees
-        self.state = {name: torch.empty(*part.shape[:-1], rows, dtype=part.dtype, device=device) for name, part in root.items()}
-        self.prior, self.others = torch.empty(rows, NUM_ACTIONS, device=device), torch.empty(rows, num_others, NUM_ACTIONS, device=device)
-        self.value, self.reward = torch.zeros(rows, device=device), torch.zeros(rows, device=device)
-        self.over = torch.zeros(rows, dtype=torch.bool, device=device)
-        self.visits, self.totals = (torch.zeros(rows, NUM_ACTIONS, device=device) for _ in range(2))
-        self.parent, self.key = (torch.full((simulations + 1, self.trees), -1, device=device) for _ in range(2))
-        self.power = NUM_ACTIONS ** torch.arange(num_others + 1, device=device)  # own action and the others' as one number
+        zeros = lambda *shape: torch.zeros(rows, *shape, device=device)
+        self.state = {name: part.new_empty(*part.shape[:-1], rows) for name, part in root.items()}
+        self.prior, self.others = zeros(NUM_ACTIONS), zeros(num_others, NUM_ACTIONS)
+        self.value, self.reward, self.over = zeros(), zeros(), zeros().bool()
+        self.visits, self.totals = zeros(NUM_ACTIONS), zeros(NUM_ACTIONS)
+        self.parent = torch.full((simulations + 1, self.trees), -1, device=device)
+        self.key = self.parent.clone()
+        self.power = NUM_ACTIONS ** torch.arange(num_others + 1, device=device)  # a joint move as one number
 
     def put(self, node, state, thought):
-        """Writes a node of each tree: its state, and what the networks think of it."""
+        """Writes a node of each tree: its state, and what the networks think of it. -> its rows"""
         rows = slice(node * self.trees, (node + 1) * self.trees)
         for name, part in state.items():
             self.state[name][..., rows] = part
@@ -1106,8 +1136,9 @@ def search(model, searcher, state, simulations, args, generator, max_depth=64):
     """Monte-Carlo tree search in Q trees at once, from Q states.
 
     Own actions follow the improved policy (Danihelka et al. 2022, eq. 14). The others' moves are drawn anew
-    at each visit, so that an own action leads to several outcomes, one for each joint move met. -> visits [Q,
-    7], sums of returns [Q, 7] (scaled rewards), mean depth [Q] """
+    at each visit, so that an own action leads to several outcomes, one for each joint move met.
+    -> visits [Q, 7], sums of returns [Q, 7] (scaled rewards), mean depth [Q]
+    """
     thought = searcher.think(state)
     tree = Tree(state, simulations, thought[2].shape[1])
     tree.put(0, state, thought)
@@ -1125,11 +1156,12 @@ def descend(tree, node, beta, max_depth, generator):
     """Walks down each tree, until a joint move leads to no node yet, or to one that is over.
 
     -> path: for each level the rows [Q], own actions [Q] and which trees came so far [Q]; the row of the last
-    node of each path [Q]; the joint move from there [Q, N], one's own first """
-    device = beta.device
-    row = torch.arange(tree.trees, device=device)
+    node of each path [Q]; the joint move from there [Q, N], one's own first
+    """
+    device, path = beta.device, []
+    row = root = torch.arange(tree.trees, device=device)
     last_row, last_moves = row, torch.zeros(tree.trees, len(tree.power), dtype=torch.int64, device=device)
-    going, path = torch.ones(tree.trees, dtype=torch.bool, device=device), []
+    going = torch.ones(tree.trees, dtype=torch.bool, device=device)
     for _ in range(min(node, max_depth)):
         visits, totals, prior, value, others = (part.index_select(0, row) for part in (
             tree.visits, tree.totals, tree.prior, tree.value, tree.others))
@@ -1139,10 +1171,12 @@ def descend(tree, node, beta, max_depth, generator):
         number = torch.rand(*others.shape[:2], 1, generator=generator, device=device) * (1 - 1e-6)
         moves = torch.cat([action[:, None], (others <= number * others[..., -1:]).sum(-1)], 1)  # [Q, N]
         path.append((row, action, going))
-        last_row, last_moves = torch.where(going, row, last_row), torch.where(going[:, None], moves, last_moves)
-        child = (tree.parent[:node] == row) & (tree.key[:node] == (moves * tree.power).sum(1)) & going  # [node, Q]
+        last_row = torch.where(going, row, last_row)
+        last_moves = torch.where(going[:, None], moves, last_moves)
+        key = (moves * tree.power).sum(1)
+        child = (tree.parent[:node] == row) & (tree.key[:node] == key) & going  # [node, Q]
         number = child.to(torch.uint8).argmax(0)
-        next_row = number * tree.trees + torch.arange(tree.trees, device=device)
+        next_row = number * tree.trees + root
         going = (number > 0) & ~tree.over[next_row]
         row = torch.where(going, next_row, row)
         if not going.any():
@@ -1151,9 +1185,10 @@ def descend(tree, node, beta, max_depth, generator):
 
 
 def expand(tree, node, row, moves, model, searcher, reward_scale):
-    """Plays the joint moves [Q, N] from the nodes in rows [Q] and makes them the next node of each tree.
-    (Where a path ended at a node that is over, this is the same node once more, which nobody finds, for the
-    first one is found before it.)"""
+    """Plays the joint moves [Q, N] from the nodes in rows [Q]; where they lead is the next node of each tree.
+
+    Where a path ended at a node that is over, that node is made once more; only the first one is ever found.
+    """
     before = {name: part.index_select(-1, row) for name, part in tree.state.items()}
     after, reward, over = model.step(before, moves.T)
     rows = tree.put(node, after, searcher.think(after))
@@ -1174,38 +1209,40 @@ def backup(tree, node, path, gamma):
         reached = torch.where(going, row, reached)
 
 
-def ego_first(state, order, columns=None):
+def ego_first(state, order, games=None):
     """A state as each of L players sees it, itself first, one after the other: [.., L * M].
 
-    order [L, N] are the seats in each one's order, columns [L, M] picks games for each (all by default).
+    order [L, N] are the seats in each one's order, games [L, M] those that each one sees (by default all).
     """
-    if columns is None:
-        columns = torch.arange(state["clock"].shape[-1], device=order.device).expand(len(order), -1)
-    flat = columns.flatten()
-    turned = {name: state[name][order[:, :, None], columns[:, None]].transpose(0, 1).flatten(1) for name in ("cell", "previous")}
-    return {"cell": turned["cell"], "board": state["board"][:, flat], "previous": turned["previous"],
-            "clock": state["clock"][flat], "deadline": state["deadline"][flat]}
+    if games is None:
+        games = torch.arange(len(state["clock"]), device=order.device).expand(len(order), -1)
+    turned = lambda part: part[order[:, :, None], games[:, None]].transpose(0, 1).flatten(1)
+    return {name: turned(state[name]) if name in ("cell", "previous") else state[name][..., games.flatten()]
+            for name in STATE}
 
 
 # ================================================================================= imagination
 
 
 class Imagination(Saved):
-    """Games that go on in the players' heads, each one's own policy among partners who play by models of
-    others.
+    """Games that go on in the players' heads: each plays its own policy, models of others move its partners.
 
-    A partner is what is believed of it, its type [H], and the network that moves it: type and present view
-    give its goal, the goal its action. A share --strangers of the partners are strangers: their type is what
-    the warm-up's inference knew of a player at the end of a recorded meeting, and the warm-up's model moves
-    them; they stay from episode to episode, EPISODES on average. (Models that self-play trains come to expect
-    that whoever stands on the stag hunts it, and one such hunt in twenty games makes waiting among hare
-    hunters look worth while.) The others go on from the real games just played: their type is what the player
-    believes of them there, its own model moves them.
+    A partner is a type [H], a memory of it that stays as it is, and the network that moves it: type and
+    present view give its goal, the goal its action. There are two kinds of games:
 
-    The player's belief about its partners follows what they do, in both kinds of games, as in real ones.
+        known      go on from the real games just played. A partner's type is what the player believes of it
+                   there, and the player's own model moves it.
+        strangers  a share --strangers of the games. A partner's type is what the warm-up's inference knew of
+                   a player at the end of a recorded meeting, and the warm-up's model moves it. It stays from
+                   episode to episode, EPISODES on average. (Models that self-play trains come to expect that
+                   whoever stands on the stag hunts it; one such hunt in twenty games makes waiting among hare
+                   hunters look worth while.)
+
+    In both the player's belief about its partners follows what they do, as in real games.
     """
 
     EPISODES = 10
+    BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
     saved = ("state", "memory", "types", "generator")
 
     def __init__(self, args, table, replay):
@@ -1216,41 +1253,39 @@ class Imagination(Saved):
         self.generator = seeded(args.seed, "imagination", args.device)
         self.state = self.memory = self.types = None
 
-    def starts(self, data, count, fresh, memory=None):
-        """Draws `count` positions of recorded games for each player and step to come, some at the begin of an
-        episode.
+    def starts(self, data, count, memory=None):
+        """Draws `count` positions of recorded games for each player and step to come.
 
-        data [.., T, B] -> states [.., T', L, count], and the memories there [P, T', count, H] if those of
-        each step are given """
+        data [.., T, B] -> states [.., T', L, count]; and, if those of each step are given, the memories there
+        [P, T', count, H]
+        """
         table, state = self.table, {name: data[name].flatten(-2) for name in STATE}
         present = data["present"][table.seats].flatten(1).float()  # [L, T * B]
         first = present * (state["clock"] == 0)
         share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
-        chance = present + first * fresh / (share * (1 - fresh) + 1e-9) + 1e-9
-        steps = self.args.num_steps
-        drawn = torch.multinomial(chance, steps * count, replacement=True, generator=self.generator)  # [L, T' * count]
-        states = ego_first(state, table.order, drawn)
-        states = {name: part.unflatten(-1, (self.length, steps, count)).transpose(-3, -2) for name, part in states.items()}
+        chance = present + first * self.BEGINS / (share * (1 - self.BEGINS) + 1e-9) + 1e-9
+        shape = (self.args.num_steps, count)
+        drawn = torch.multinomial(chance, math.prod(shape), replacement=True, generator=self.generator)
+        states = {name: part.unflatten(-1, (self.length, *shape)).transpose(-3, -2)
+                  for name, part in ego_first(state, table.order, drawn).items()}
         if memory is not None:
-            each = drawn.repeat_interleave(len(table.pairs) // self.length, 0)  # [P, T' * count]
-            memory = memory.gather(1, each[..., None].expand(-1, -1, memory.shape[-1])).unflatten(1, (steps, count))
+            memory = take(memory, table.for_pairs(drawn)).unflatten(1, shape)
         return states, memory
 
     def draw_types(self):
         """Strangers for every game, should a meeting begin: [P, strange, H]."""
-        rows = torch.randint(self.replay.cast.shape[1], (self.length, self.strange), generator=self.generator,
-                             device=self.replay.cast.device)
-        rows = rows.repeat_interleave(len(self.table.pairs) // self.length, 0)[..., None]
-        return self.replay.cast[self.table.pairs].gather(1, rows.expand(-1, -1, self.replay.cast.shape[2]))
+        cast, shape = self.replay.cast[self.table.pairs], (self.length, self.strange)
+        meeting = torch.randint(cast.shape[1], shape, generator=self.generator, device=cast.device)
+        return take(cast, self.table.for_pairs(meeting))
 
     @torch.no_grad()
     def play(self, real, num_steps):
         """num_steps more steps of all games. -> dict: "policy" as `play_steps` gives it, and what
         `learn_others` takes of the games with strangers, each [P, T, B, ...]"""
         table, networks, split = self.table, self.table.networks, self.num - self.strange
-        states, memories = self.starts(real, split, 0.5, real["memories"])
+        states, memories = self.starts(real, split, real["memories"])
         if self.strange:
-            strange, _ = self.starts(self.replay.record, self.strange, 0.5)
+            strange, _ = self.starts(self.replay.record, self.strange)
             states = {name: torch.cat([states[name], strange[name]], -1) for name in STATE}
         fresh = networks.others.start(self.strange)
         begins = lambda t: {name: part[..., t, :, :].flatten(-2) for name, part in states.items()}
@@ -1261,27 +1296,34 @@ class Imagination(Saved):
         shape, steps, memory = (self.length, self.num), [], self.memory
         for t in range(num_steps):
             x, told, log_probs, value, others, tables = self.think()
-            action, moves = sample_actions(log_probs.exp(), self.generator), sample_actions(others, self.generator)
-            there = (self.state["cell"][1:] < table.game.cells).unflatten(1, shape).transpose(0, 1).flatten(0, 1)  # [P, num]
-            joint = torch.cat([action.flatten()[None], moves.unflatten(0, (self.length, -1)).transpose(0, 1).flatten(1)])
+            action = sample_actions(log_probs.exp(), self.generator)  # [L, num]
+            moves = sample_actions(others, self.generator)  # [P, num]
+            there = (self.state["cell"][1:] < table.game.cells).unflatten(1, shape)  # [N-1, L, num]
+            there = there.transpose(0, 1).flatten(0, 1)  # [P, num]
+            partners = moves.unflatten(0, (self.length, -1)).transpose(0, 1).flatten(1)
+            joint = torch.cat([action.flatten()[None], partners])  # [N, L * num]
             self.state, reward, over = table.model.step(self.state, joint)
             over = over.view(shape)
             self.memory = networks.others.remember(self.memory, tables, moves, there)
             steps.append({"x": x[0], "told": told, "actions": action, "values": value, "ended": over,
                           "logprobs": log_probs.gather(-1, action[..., None])[..., 0],
-                          "rewards": reward.view(shape) * self.args.reward_scale,
-                          "others_x": x[1:, :, split:], "others_action": moves[:, split:], "seen": there[:, split:]})
-            self.begin_again(over, begins(t), memories[:, t], split, fresh)
+                          "rewards": reward.view(shape) * self.args.reward_scale, "seen": there[:, split:],
+                          "others_x": x[1:, :, split:], "others_action": moves[:, split:]})
+            self.begin_again(over, begins(t), memories[:, t], fresh)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
-        lesson = {"x": out.pop("others_x").permute(2, 1, 0, 3, 4).flatten(0, 1), "action": out.pop("others_action").transpose(0, 1),
-                  "seen": out.pop("seen").transpose(0, 1), "memory": memory[:, split:]}
+        lesson = {"x": out.pop("others_x").permute(2, 1, 0, 3, 4).flatten(0, 1),
+                  "action": out.pop("others_action").transpose(0, 1), "seen": out.pop("seen").transpose(0, 1),
+                  "memory": memory[:, split:]}
         out["values"] = torch.cat([out["values"], self.think()[3][None]])
         return {"policy": out | {"present": torch.ones_like(out["ended"])}, "lesson": lesson}
 
     def think(self):
-        """What is thought of the present states: views [N, L, num, K]; what the policies are told, their
-        log-probabilities [L, num, 7] and values [L, num]; the partners' probabilities [P, num, 7]; what each
-        hypothesis makes of their actions [7, P, num, H]."""
+        """What is thought of the present states.
+
+        -> views [N, L, num, K]; what the policies are told [L, num, (N-1) * G], their log-probabilities
+        [L, num, 7] and values [L, num]; the partners' probabilities [P, num, 7]; what each hypothesis makes
+        of their actions [7, P, num, H]
+        """
         networks, views, split = self.table.networks, self.table.views, self.num - self.strange
         x = views.look(self.state).unflatten(1, (self.length, -1))  # [N, L, num, K]
         partners = x[1:].transpose(0, 1).flatten(0, 1)  # [P, num, K]
@@ -1294,41 +1336,46 @@ class Imagination(Saved):
             goal, _ = networks.others.read(self.types[:, :split], hidden[:, :split])
             moved.append(networks.others.act(first[:, :split] + goal @ networks.others.goal, mask[:, :split]))
         if self.strange:
-            known, row = networks.known, lambda part: part[:, split:].flatten(0, 1)[None]  # one network moves them all
+            known = networks.known  # one network moves all strangers, so they stand in one row
+            row = lambda part: part[:, split:].flatten(0, 1)[None]
             first, hidden, _ = known.look(row(partners))
             goal, _ = known.read(row(self.types), hidden)
             moved.append(known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS))
         return x, told, log_probs, value, torch.cat(moved, 1).exp(), tables
 
-    def begin_again(self, over, state, memory, split, fresh):
+    def begin_again(self, over, state, memory, fresh):
         """Other positions where a game is over [L, num], and other partners where a meeting is."""
-        self.state = {name: torch.where(over.flatten(), state[name], part) for name, part in self.state.items()}
-        over = over.repeat_interleave(len(self.table.pairs) // self.length, 0)[..., None]  # [P, num, 1]
-        types = memory
+        self.state = {name: torch.where(over.flatten(), state[name], self.state[name]) for name in STATE}
+        types, over = memory, self.table.for_pairs(over)[..., None]  # [P, num, 1]
         if self.strange:
-            ends = torch.rand(self.length, self.strange, generator=self.generator, device=over.device) < 1 / self.EPISODES
-            over[:, split:] &= ends.repeat_interleave(len(over) // self.length, 0)[..., None]
+            number = torch.rand(self.length, self.strange, generator=self.generator, device=over.device)
+            over[:, -self.strange:] &= self.table.for_pairs(number < 1 / self.EPISODES)[..., None]
             types, memory = torch.cat([memory, self.draw_types()], 1), torch.cat([memory, fresh], 1)
-        self.memory, self.types = torch.where(over, memory, self.memory), torch.where(over, types, self.types)
+        self.memory = torch.where(over, memory, self.memory)
+        self.types = torch.where(over, types, self.types)
+
 
 # ==================================================================================== learning
+
+STRETCHES, RECORDED, DREAMT = 28, 6, 8  # in a lesson: real ones, ones of the record, imagined ones
 
 
 class Replay(Saved):
     """Stretches of play of some steps each, from which the models of others learn: the last real ones, and
     beside them the record of the warm-up, which stays.
 
-    columns  each [.., T, stretch], in one row of stretches: first those of the record, then the real ones
-             STATE and actions of all players; seen [P, ..], weight [P, ..] what is learned from, goal_step [P, ..] the
-             step whose view holds the goal in hindsight; memory [P, H, stretch] before the stretch
-    record   the whole games of the warm-up, [.., T, B]; cast [N, B, H] what its inference knew of each player at the end
+    columns  dict of [.., T, stretch], the stretches of the record first: STATE and actions of all players;
+             of each pair [P, ..] seen, weight (whether it is learned from), and goal_step, the step whose
+             view holds the goal in hindsight; memory [P, H, stretch], as it was before the stretch
+    record   the whole games of the warm-up, dict of [.., T, B]
+    cast     what the warm-up's inference knew of each player at the end of each of them [N, B, H]
     """
 
     saved = ("columns", "record", "cast", "kept", "filled", "next")
 
     def __init__(self, args, table, record):
         self.args, self.table, self.record, self.columns, self.cast = args, table, record, None, None
-        self.kept = self.filled = self.next = 0  # stretches of the record; of the real games; where the next one goes
+        self.kept = self.filled = self.next = 0  # stretches of the record; real ones; where the next one goes
         self.capacity = args.buffer_size // args.num_steps
         if record is not None:
             self.cast = follow_record(table, record)
@@ -1338,35 +1385,36 @@ class Replay(Saved):
         """Cuts the record into stretches. It is what an onlooker saw, who has known nobody before."""
         record, steps, pairs = self.record, self.args.num_steps, self.table.pairs
         most = record["over"].shape[0] // steps * steps
-        cut = lambda part: part[..., :most, :].unflatten(-2, (-1, steps)).transpose(-3, -2).flatten(-2)  # [.., T, stretch]
+        cut = lambda part: part[..., :most, :].unflatten(-2, (-1, steps)).transpose(-3, -2).flatten(-2)
         columns = {name: cut(record[name]) for name in STATE + ("actions",)}
         seen = cut(record["present"])[pairs]
         goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
-        memory = self.table.networks.others.start(seen.shape[-1]).detach()
         self.kept = seen.shape[-1]
-        self.make_room(columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory.transpose(1, 2)})
+        memory = self.table.networks.others.start(self.kept).detach().transpose(1, 2)
+        self.make_room(columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory})
 
     def make_room(self, columns):
+        """Room for as many real stretches as may be held, after those of the record, which are `columns`."""
         self.columns = {}
         for name, part in columns.items():
-            small = {"cell": torch.int16, "clock": torch.int16, "deadline": torch.int16, "goal_step": torch.int16}.get(name, part.dtype)
-            self.columns[name] = part.new_zeros(*part.shape[:-1], self.kept + self.capacity, dtype=small)
+            dtype = torch.int16 if part.dtype == torch.int64 else part.dtype
+            self.columns[name] = part.new_zeros(*part.shape[:-1], self.kept + self.capacity, dtype=dtype)
             self.columns[name][..., :self.kept] = part[..., :self.kept]
 
     def add(self, real):
-        """Takes in the stretches that were just played [.., T, B], in place of the oldest."""
-        args, table = self.args, self.table
-        values, policy = real["policy"]["values"], real["policy"]
-        worth = policy["rewards"] + args.gamma * ~policy["ended"] * values[1:]  # [T, L, B] of acting in this view
-        worth = worth if args.selector == "max" else -worth
-        worth = worth.transpose(0, 1).repeat_interleave(len(table.pairs) // len(table.seats), 0)  # [P, T, B]
-        goal_step = best_steps(worth.masked_fill(~real["present"][table.readers], -math.inf), real["ended"][table.pairs], args.horizon)
+        """Takes in the stretches that were just played [.., T, B], in place of the oldest, and tells `real`
+        their goal_step."""
+        args, table, policy = self.args, self.table, real["policy"]
+        # what acting in each view is worth [T, L, B], to the one who reads the goal from it [P, T, B]
+        worth = policy["rewards"] + args.gamma * ~policy["ended"] * policy["values"][1:]
+        worth = table.for_pairs((worth if args.selector == "max" else -worth).transpose(0, 1))
+        worth = worth.masked_fill(~real["present"][table.readers], -math.inf)
+        real["goal_step"] = best_steps(worth, real["ended"][table.pairs], args.horizon)
         weight = real["seen"]
         if args.moa_samples == "rewarded":
             weight = weight & later_catch(real["left"], real["ended"])[table.pairs]
-        real["goal_step"] = goal_step
-        columns = {name: real[name] for name in STATE + ("actions", "seen")} | {
-            "weight": weight, "goal_step": goal_step, "memory": real["memory"].transpose(1, 2)}
+        columns = {name: real[name] for name in STATE + ("actions", "seen", "goal_step")}
+        columns |= {"weight": weight, "memory": real["memory"].transpose(1, 2)}
         if self.columns is None:
             self.make_room(columns)
         many = weight.shape[-1]
@@ -1376,24 +1424,29 @@ class Replay(Saved):
         self.next, self.filled = (self.next + many) % self.capacity, min(self.filled + many, self.capacity)
 
     def draw(self, real, kept, generator):
-        """Some stretches drawn at random, of real games and of the record, with their goals in hindsight: a
-        lesson [P, T, B, ..]"""
-        device, pairs = self.table.pairs.device, self.table.pairs
-        number = lambda most, count: torch.randint(most, (count,), generator=generator, device=device)
+        """A lesson [P, T, B, ..]: stretches drawn at random, `real` of real games and `kept` of the record,
+        with their goals in hindsight."""
+        pairs = self.table.pairs
+        number = lambda most, count: torch.randint(most, (count,), generator=generator, device=pairs.device)
         where = number(self.filled, real) + self.kept
         if self.kept:
             where = torch.cat([where, number(self.kept, kept)])
         drawn = {name: part[..., where] for name, part in self.columns.items()}
         drawn |= {name: drawn[name].long() for name in ("cell", "clock", "deadline", "goal_step", "actions")}
         x = look_back(self.table.views, drawn)  # [N, T, B, K]
-        lesson = {"x": x[pairs], "action": drawn["actions"][pairs], "seen": drawn["seen"], "weight": drawn["weight"],
-                  "memory": drawn["memory"].transpose(1, 2)}
+        lesson = {"x": x[pairs], "action": drawn["actions"][pairs], "seen": drawn["seen"],
+                  "weight": drawn["weight"], "memory": drawn["memory"].transpose(1, 2)}
         if self.args.goals == "latent":
-            with torch.no_grad():
-                goals = self.table.networks.prior(x.flatten(0, 2)[None])
-            mean, logvar = (part[0].unflatten(0, (len(x), -1))[pairs] for part in goals)
-            lesson |= pick_goals(mean, logvar, drawn["goal_step"])
+            lesson |= goals_in_hindsight(self.table, x, drawn["goal_step"])
         return lesson
+
+
+@torch.no_grad()
+def goals_in_hindsight(table, x, goal_step):
+    """`pick_goals` for all pairs, from all players' views [N, T, B, K] and the step of each [P, T, B]."""
+    goals = table.networks.prior(x.flatten(0, 2)[None])
+    goals = (part[0].unflatten(0, (len(x), -1))[table.pairs] for part in goals)  # [P, T * B, G]
+    return pick_goals(*goals, goal_step)
 
 
 def look_back(views, data):
@@ -1418,8 +1471,8 @@ def follow_record(table, record):
 
 
 def best_steps(worth, ends, horizon):
-    """For each step the one that is worth most, of those to come within the horizon and the player's game:
-    [P, T, B]."""
+    """For each step the best one to come, within the horizon and the player's game: worth [P, T, B], which
+    games end [P, T, B] -> step numbers [P, T, B]."""
     last = last_steps(ends, horizon)
     step = torch.arange(worth.shape[1], device=worth.device)
     within = (step[:, None, None] <= step[:, None]) & (step[:, None] <= last[:, :, None])  # [P, T, T', B]
@@ -1447,9 +1500,11 @@ def masked_mean(x, weight):
 
 
 def infer_goals(model, lesson):
-    """What a model of others makes of stretches of play [P, T, B, ...], each [P, T * B, ...]: outputs of its
-    first layer, mean and log-variance of the goal inferred before each step, and the log-probability of each
-    action by the weighted hypotheses."""
+    """What a model of others makes of stretches of play [P, T, B, ...].
+
+    -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
+    log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
+    """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                   lesson["action"], lesson["seen"])
@@ -1459,8 +1514,9 @@ def infer_goals(model, lesson):
 def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
-    The hypotheses, weighted by what was seen before, are to foresee each action; the goal read from them is to be near the
-    goal in hindsight, where that is known; and both the goal in hindsight and a draw from the belief are to tell the action.
+    The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
+    to be near the goal in hindsight, where that is known. Both the goal in hindsight and a draw from the
+    belief are to tell the action.
     """
     x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
     first, mean, logvar, likely = infer_goals(model, lesson)
@@ -1468,9 +1524,10 @@ def others_loss(model, lesson, generator):
     goal = draw_goals(mean, logvar, generator)
     losses = {"hypotheses_loss": -masked_mean(likely, weight)}
     if "goal_mean" in lesson:
-        known = lesson["goal_known"].expand(shape).flatten(1) if "goal_known" in lesson else torch.ones_like(weight)
+        known = lesson.get("goal_known", weight.new_ones(())).expand(shape).flatten(1)
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
-        losses["inference_loss"] = masked_mean(gaussian_kl(*(part.detach() for part in hindsight), mean, logvar), weight * known)
+        distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
+        losses["inference_loss"] = masked_mean(distance, weight * known)
         told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
@@ -1480,44 +1537,39 @@ def others_loss(model, lesson, generator):
     return losses
 
 
-def learn_others(args, networks, replay, dream, optimizer, generator):
+def learn_others(args, others, replay, dream, optimizer, generator):
     """Trains the models of others: on stretches of real games and of the record, and on imagined games with
-    strangers. -> means of the losses over the update [P]"""
+    strangers. -> means of the losses over the update, each [P]"""
     totals = []
     for number in range(args.moa_minibatches):
         lesson = replay.draw(STRETCHES, RECORDED, generator)
         if dream is not None and dream["lesson"]["x"].shape[2]:
             lesson = add_dream(lesson, dream["lesson"], number, DREAMT)
-        losses = others_loss(networks.others, lesson, generator)
+        losses = others_loss(others, lesson, generator)
         optimizer.zero_grad()
         losses["loss"].sum().backward()
-        clip_gradients(networks.others, args.max_grad_norm)
+        clip_gradients(others, args.max_grad_norm)
         optimizer.step()
         totals.append({f"moa/{key}": value.detach() for key, value in losses.items()})
     return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
 
 
-STRETCHES, RECORDED, DREAMT = 28, 6, 8  # in a lesson: real ones, ones of the record, imagined ones
-
-
 def add_dream(lesson, dream, number, count):
-    """A lesson [P, T, B, ..] with some of the imagined games beside it, whose goals in hindsight are not
+    """A lesson [P, T, B, ..] with the next `count` imagined games beside it, whose goals in hindsight are not
     known."""
     first = number * count % dream["x"].shape[2]
-    part = {key: dream[key].narrow(1 if key == "memory" else 2, first, min(count, dream["x"].shape[2] - first))
-            for key in ("x", "action", "seen", "memory")}
-    part["weight"], many = part["seen"], part["seen"].shape[2]
-    known = torch.ones(lesson["seen"].shape[2], device=lesson["x"].device)
+    games = slice(first, first + count)
+    part = {key: dream[key][:, :, games] for key in ("x", "action", "seen")}
+    part |= {"weight": part["seen"], "memory": dream["memory"][:, games]}
     joined = {key: torch.cat([lesson[key], part[key]], 1 if key == "memory" else 2) for key in part}
-    for key in ("goal_mean", "goal_logvar"):
-        if key in lesson:
-            joined[key] = F.pad(lesson[key], (0, 0, 0, many))
+    many, known = part["seen"].shape[2], torch.ones(lesson["seen"].shape[2], device=lesson["x"].device)
+    goals = [key for key in ("goal_mean", "goal_logvar") if key in lesson]
+    joined |= {key: F.pad(lesson[key], (0, 0, 0, many)) for key in goals}
     return joined | {"goal_known": F.pad(known, (0, many))}
 
 
 def join(real, dream):
-    """Real and imagined steps side by side: dict of [T, L, B, ...]; where there was no search there is no
-    target."""
+    """Real and imagined steps side by side: dict of [T, L, B, ...]. Imagined ones were not searched."""
     real = real["policy"]
     if dream is None:
         return real
@@ -1528,13 +1580,13 @@ def join(real, dream):
 
 
 def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
-    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1,
-    ...].
+    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
     trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
     advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
-    Retrace. """
+    Retrace.
+    """
     trace = torch.ones_like(rewards) if trace is None else trace
     goes_on = (~ends).to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
@@ -1547,29 +1599,33 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
 
 
 def learn_policy(args, policy, data, optimizer, ent_coef, generator):
-    """One update of all policies and values on steps [T, L, B, ...]. -> means of the losses over the update,
-    each [L]
+    """One update of all policies and values on steps [T, L, B, ...]. -> means of the losses, each [L]
 
     Where an action was searched for, the policy learns the search's result by cross-entropy: the result is
     the target, not the action that was drawn from it, so no ratio of probabilities enters. Elsewhere it is
-    PPO (Schulman et al. 2017). Searched steps and the others count equally much, however many they are. """
+    PPO (Schulman et al. 2017). Searched steps and the others count equally much, however many they are.
+    """
     values = data["values"][:-1]
-    advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"], args.gamma, args.gae_lambda)
-    if not math.isinf(args.prize_floor):  # in a poor game a small prize counts as much as a large one in a rich game
+    advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"],
+                                      args.gamma, args.gae_lambda)
+    if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
-    flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in  # [L * M, ...]
-            {**data, "advantages": advantages, "returns": returns, "values": values}.items()}
-    row = lambda part: part.view(values.shape[1], -1)  # [L, M]
-    weight, searched, returned = row(flat["present"]).float(), row(flat["searched"]), row(returns.transpose(0, 1).flatten())
-    kinds = {"": weight * ~searched, "real_": weight * searched}
-    means = {f"losses/{kind}explained_variance": 1 - variance(returned - row(flat["values"]), part)
-             / variance(returned, part).clamp(min=1e-8) for kind, part in kinds.items() if part.any()}
+    steps = {**data, "advantages": advantages, "returns": returns, "values": values}
+    flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in steps.items()}  # [L * M, ...]
+    weight, searched, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
+                                            for key in ("present", "searched", "returns", "values"))
+    weight = weight.float()
+    means = {}
+    for kind, part in (("", weight * ~searched), ("real_", weight * searched)):
+        if part.any():
+            unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
+            means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
     most, totals = max(int(weight.sum(1).max()), args.num_minibatches), []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
-        order = (torch.rand(weight.shape, generator=generator, device=weight.device) - weight).argsort(1)[:, :most]
-        for rows in order.chunk(args.num_minibatches, 1):
+        number = torch.rand(weight.shape, generator=generator, device=weight.device)
+        for rows in (number - weight).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
             index = (rows + offset).flatten()
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
@@ -1578,7 +1634,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             clip_gradients(policy, args.max_grad_norm)
             optimizer.step()
             totals.append({key: part.detach() for key, part in parts.items()})
-    return means | {f"losses/{key}": torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
+    return means | {f"losses/{key}": torch.stack([each[key] for each in totals]).mean(0) for key in parts}
 
 
 def policy_loss(args, policy, batch, ent_coef):
@@ -1590,7 +1646,8 @@ def policy_loss(args, policy, batch, ent_coef):
     ratio = logratio.exp()
     advantages = batch["advantages"] - masked_mean(batch["advantages"], drawn)[:, None]
     advantages = advantages / (masked_mean(advantages.square(), drawn).sqrt()[:, None] + 1e-8)
-    surrogate = torch.minimum(advantages * ratio, advantages * ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef))
+    clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
+    surrogate = torch.minimum(advantages * ratio, advantages * clipped)
     search_loss = -(batch["target"] * log_probs.clamp(min=-30)).sum(-1)
     error = 0.5 * (value - batch["returns"]).square()
     entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -1599,7 +1656,8 @@ def policy_loss(args, policy, batch, ent_coef):
              "entropy": masked_mean(entropy, drawn), "real_entropy": masked_mean(entropy, planned),
              "approx_kl": masked_mean(ratio - 1 - logratio, drawn),  # http://joschu.net/blog/kl-approx.html
              "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), drawn)}
-    loss = (parts["policy_loss"] + parts["search_loss"] + args.vf_coef * (parts["value_loss"] + parts["real_value_loss"])
+    loss = (parts["policy_loss"] + parts["search_loss"]
+            + args.vf_coef * (parts["value_loss"] + parts["real_value_loss"])
             - ent_coef * (parts["entropy"] + parts["real_entropy"]))
     for key in ("value_loss", "real_value_loss"):
         parts[key] = parts[key] / args.reward_scale**2  # in the units of the game
@@ -1624,7 +1682,7 @@ def clip_gradients(agent, max_norm):
 
 
 @torch.no_grad()
-def evaluate(args, table, episodes, search, seed, greedy=False):
+def evaluate(args, table, episodes, search, seed):
     """Plays fresh episodes, each a meeting of its own. -> returns [episodes, N], true-game steps played"""
     played, steps = [], 0
     for first in range(0, episodes, 1000):
@@ -1634,7 +1692,7 @@ def evaluate(args, table, episodes, search, seed, greedy=False):
         running = torch.ones(num, dtype=torch.bool, device=args.device)
         while running.any():
             steps += int(running.sum())
-            out = fresh.play(fresh.act(search, greedy), restart=False)
+            out = fresh.play(fresh.act(search), restart=False)
             total += out["reward"].T * running[:, None]
             running &= ~out["over"]
         played.append(total)
@@ -1643,18 +1701,20 @@ def evaluate(args, table, episodes, search, seed, greedy=False):
 
 @torch.no_grad()
 def score_models(table, real, draws=4):
-    """How well the models of others predict [P] each: against what they really play, and the best one could
-    do.
+    """How well the models of others predict, beside the best that one could do: dict of [P].
 
-    real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B]. top1 is the true probability of
-    the action held most likely; recall of an action the mean predicted probability of it over the steps in
-    which it is taken. Scores of those whose probabilities nobody knows (players from files) are nan. """
+    real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B], and gets by_action [P, 7]: the
+    share of each action, and its recall, the mean probability predicted where it is taken. top1 is the true
+    probability of the action held most likely. Where the true ones are not known (players from files) scores
+    are nan.
+    """
     others, pairs = table.networks.others, table.pairs
     x = real["x"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, K]
     mean, logvar = (real[key].transpose(0, 1).flatten(1, 2) for key in ("mean", "logvar"))
     generator = torch.Generator(x.device).manual_seed(0)
     first, mask = others.view(x), table.views.mask(x)
-    predicted = sum(others.act(first + draw_goals(mean, logvar, generator) @ others.goal, mask).exp() for _ in range(draws)) / draws
+    drawn = lambda: others.act(first + draw_goals(mean, logvar, generator) @ others.goal, mask).exp()
+    predicted = sum(drawn() for _ in range(draws)) / draws
     truth = real["true_probs"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, 7]
     weight = real["seen"].float().flatten(1)
     best = lambda probs: truth.gather(-1, probs.topk(3, -1).indices).cumsum(-1)
@@ -1664,68 +1724,67 @@ def score_models(table, real, draws=4):
             "cross_entropy_floor": -(truth * truth.clamp(min=1e-9).log()).sum(-1)}
     scores = {f"moa/{key}": masked_mean(value, weight) for key, value in each.items()}
     if "goal_step" in real and table.args.goals == "latent":
-        goals = table.networks.prior(real["x"].transpose(0, 1).flatten(0, 2)[None])
-        goals = pick_goals(*(part[0].unflatten(0, (len(table.names), -1))[pairs] for part in goals), real["goal_step"])
-        scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goals["goal_mean"], weight)
+        goal = goals_in_hindsight(table, real["x"].transpose(0, 1), real["goal_step"])["goal_mean"]
+        scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goal, weight)
     known = table.known()[pairs]
-    scores = {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
+    recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
     real["by_action"] = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9),
-                         "recall": (truth * predicted * weight[..., None]).sum(1) / taken.clamp(min=1e-9),
-                         "recall_ceiling": (truth * truth * weight[..., None]).sum(1) / taken.clamp(min=1e-9)}
-    return scores
+                         "recall": recall(predicted), "recall_ceiling": recall(truth)}
+    return {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
 
 
 def belief_accuracy(mean, logvar, goal, weight):
     """How often a belief [P, T * B, G] holds the goal in hindsight [P, T, B, G] likelier than that of another
-    game: [P]; half of the time if it knew nothing."""
+    game: [P], a half if it knows nothing."""
     distance = lambda point: ((point.flatten(1, 2) - mean).square() * (-logvar).exp()).sum(-1)
     return masked_mean((distance(goal) < distance(goal.roll(1, 2))).float(), weight)
 
 
 @torch.no_grad()
 def report_models(args, table, decisions=2_000, searches=16):
-    """The models of others on fresh games, against searching players, whose policy is averaged over repeated
-    searches.
+    """The models of others on fresh games; what a searching player does is averaged over repeated searches.
 
-    The decisions are every seventh step of meetings, so that they come from all parts of an episode, and from
+    The decisions are every sixth step of meetings, so that they come from all parts of an episode, and from
     later episodes as well as from the first. -> for results.json, by kind of player; true-game steps played
     """
     fresh = Table(args, args.num_envs, args.seed + 2_000_000, table.networks, table.model)
     steps, found, played = [], 0, 0
     while found < decisions:
-        for _ in range(6):
+        for _ in range(5):
             fresh.play(fresh.act(args.search))
         seen = fresh.act(args.search)
         if args.search != "none":
             again = [fresh.plan(seen, args.search)[0].exp() for _ in range(searches - 1)]
             seen["true_probs"][fresh.seats] = (seen["improved"].exp() + sum(again)) / searches
         out = fresh.play(seen)
-        played += 7 * args.num_envs
+        played += 6 * args.num_envs
         steps.append({**seen, **out})
         found += int(out["present"][fresh.seats].sum())
     data = {key: torch.stack([step[key] for step in steps]) for key in ("x", "true_probs", "mean", "logvar")}
     data["seen"] = torch.stack([step["seen"] for step in steps], 1)
     scores = {key.removeprefix("moa/"): value for key, value in score_models(fresh, data, draws=16).items()}
-    kinds, results, rows = {}, {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
-    for pair, seat in enumerate(fresh.pairs.tolist()):
-        kinds.setdefault(args.players[seat], []).append(pair)
-    for kind, pairs in kinds.items():
+    results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
+    columns = ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor")
+    kinds = [args.players[seat] for seat in fresh.pairs.tolist()]
+    for kind in dict.fromkeys(kinds):
+        pairs = [pair for pair, other in enumerate(kinds) if other == kind]
+        means = {key: value[pairs].mean().item() for key, value in scores.items()}
+        results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
         share = data["by_action"]["share"][pairs]
-        recall = {key: (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
-                  for key in ("recall", "recall_ceiling")}
-        results[kind] = {key: None if value[pairs].isnan().any() else value[pairs].mean().item() for key, value in scores.items()}
-        results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in {"share": share.mean(0), **recall}.items()}
-        rows.append([kind, *("–" if results[kind][key] is None else f"{results[kind][key]:.3f}" for key in (
-            "top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor"))])
+        by_action = {"share": share.mean(0)}
+        for key in ("recall", "recall_ceiling"):
+            by_action[key] = (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
+        results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in by_action.items()}
+        rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
     return results, played
 
 
 @torch.no_grad()
 def model_exactness(table, real):
-    """The share of the real steps just played that the model of the search foresees exactly, in the first
-    HOP+ player's view."""
+    """The share of the real steps just played that the search's model foresees exactly, as the first HOP+
+    player sees them."""
     flat = {key: real[key].flatten(-2) for key in STATE + ("actions",)}
     state, joint = ego_first(flat, table.order[:1]), flat["actions"][table.order[0]].long()
     guess, reward, over = table.model.step(state, joint)
@@ -1737,9 +1796,11 @@ def model_exactness(table, real):
 
 @torch.no_grad()
 def score_world(args, model, rows=20_000):
-    """The share of the steps of fresh mixed games, crowds and failed hunts among them, that the learned model
-    foresees exactly; real games meet few of these, imagined ones all. -> shares of whole steps and of
-    rewards, steps played"""
+    """The share of the steps of fresh mixed games that the learned model foresees exactly. Crowds and failed
+    hunts are among them: real games hold few of these, imagined ones all.
+
+    -> shares of whole steps and of rewards, steps played
+    """
     data = collect(board_of(args), rows, args.seed + 1_000_000, args.device)
     after, reward, over = model.step(data, data["actions"])
     paid = (reward - data["reward"][0]).abs() < 0.01
@@ -1752,14 +1813,19 @@ def score_world(args, model, rows=20_000):
 def expectations(table, seen):
     """What each HOP+ player expects each other to do now, at the middle of its belief: [L, N-1, B, 7]."""
     others, x = table.networks.others, seen["x"][table.pairs]
-    chances = others.act(others.view(x) + seen["mean"] @ others.goal, table.views.mask(x)).exp()
-    return chances.unflatten(0, (len(table.hop_seats), -1))
+    probs = others.act(others.view(x) + seen["mean"] @ others.goal, table.views.mask(x)).exp()
+    return probs.unflatten(0, (len(table.hop_seats), -1))
+
+
+def likeliest(probs, many):
+    """The likeliest actions, of probabilities [7], in words: hunt stag 80%, stay 15%."""
+    likely = zip(*(part.tolist() for part in probs.topk(many)))
+    return ", ".join(f"{ACTIONS[action]} {chance:.0%}" for chance, action in likely if chance > 0.005)
 
 
 @torch.no_grad()
 def record_game(args, table, seed):
-    """Plays one episode for a picture, what each player expects of the others drawn beside the board. ->
-    frames"""
+    """Plays an episode for a picture, beside the board what each player expects of the others. -> frames"""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
     table, font = Table(args, 1, seed, table.networks, table.model), ImageFont.load_default(13)
@@ -1768,23 +1834,22 @@ def record_game(args, table, seed):
     def picture(caption, lines):
         returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
         board = draw_board(table.game, 0, f"{caption}  returns {returns}")
-        image = Image.new("RGB", (board.width + 300, max(board.height, 24 + 17 * len(lines))), (250, 248, 242))
+        size = (board.width + 300, max(board.height, 24 + 17 * len(lines)))
+        image = Image.new("RGB", size, (250, 248, 242))
         image.paste(board, (0, 0))
         for row, (text, colour) in enumerate(lines):
             ImageDraw.Draw(image).text((board.width + 10, 8 + 17 * row), text, fill=colour, font=font)
         return image
 
     while not over:
-        seen = table.act(args.search)
-        moves, here, lines = expectations(table, seen)[:, :, 0], (table.game.cell[:, 0] < table.game.cells).tolist(), []
+        seen, lines = table.act(args.search), []
+        moves, here = expectations(table, seen)[:, :, 0], (table.game.cell[:, 0] < table.game.cells).tolist()
         for hop, seat in enumerate(table.hop_seats):
             if here[seat]:
                 lines.append((f"player {seat + 1} expects", COLOURS[seat % len(COLOURS)]))
             for other, who in enumerate(table.order[hop, 1:].tolist()):
                 if here[seat] and here[who]:
-                    chance, action = moves[hop, other].topk(2)
-                    likely = ", ".join(f"{ACTIONS[a]} {c:.0%}" for c, a in zip(chance.tolist(), action.tolist()))
-                    lines.append((f"   of {who + 1}: {likely}", (52, 54, 60)))
+                    lines.append((f"   of {who + 1}: {likeliest(moves[hop, other], 2)}", (52, 54, 60)))
         pictures.append(picture(f"step {int(table.game.clock)}", lines))
         out = table.play(seen, restart=False)
         total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
@@ -1801,57 +1866,63 @@ def record_game(args, table, seed):
 
 def load_players(args):
     """The trained players of --checkpoint. -> args as they were trained, what players.pt holds"""
-    path = args.checkpoint
+    path = asked = args.checkpoint
     path = os.path.join(path, "players.pt") if os.path.isdir(path) else path
-    saved = load_checkpoint(path, f"--checkpoint {args.checkpoint}")
+    saved = load_checkpoint(path, f"--checkpoint {asked}")
     if "policy" not in saved.get("networks", ()):
-        raise Refused(f"--checkpoint {args.checkpoint} holds no HOP+ players, it was written by {saved['script']}")
-    config = {name: tuple(value) if isinstance(value, list) else value for name, value in saved["config"].items()}
-    board = [field.name for field in dataclasses.fields(GameArgs)]
-    shape = ("goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma", "search_model")
-    for name in (*board, *shape):
+        raise Refused(f"--checkpoint {asked} holds no HOP+ players, it was written by {saved['script']}")
+    config = saved["config"]
+    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
+    fixed = [field.name for field in dataclasses.fields(GameArgs)]
+    fixed += ["goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma",
+              "search_model"]
+    for name in fixed:
         given, trained = getattr(args, name), config[name]
         if given not in (trained, getattr(Args, name)):
-            raise Refused(f"--{name.replace('_', '-')} {given} differs from {trained}, with which {args.checkpoint} was trained")
-    if len(args.players) != len(config["players"]):
-        raise Refused(f"--players names {len(args.players)} players, {args.checkpoint} was trained with {len(config['players'])}")
-    free = ("beta", "prize_floor", "num_simulations", "num_trees", "search")  # as trained, if not asked for otherwise
-    taken = (*board, *shape, *(name for name in free if getattr(args, name) == getattr(Args, name)))
+            raise Refused(f"{flag(name)} {given} differs from {trained}, with which {asked} was trained")
+    given, trained = len(args.players), len(config["players"])
+    if given != trained:
+        raise Refused(f"--players names {given} players, {asked} was trained with {trained}")
+    free = ("beta", "prize_floor", "num_simulations", "num_trees", "search")  # as trained, if not asked for
+    taken = fixed + [name for name in free if getattr(args, name) == getattr(Args, name)]
     return dataclasses.replace(args, **{name: config[name] for name in taken}), saved
 
 
 def seat_players(args, saved, num_envs, seed, episodes=1, learners=None):
-    """A table at which each HOP+ seat has the networks of one trained player: learners[k], or the one of its
-    seat."""
+    """A table at which the k-th HOP+ seat has the networks of learners[k] (by default those of its seat)."""
     table = Table(args, num_envs, seed, episodes=episodes)
     trained = [seat for seat, name in enumerate(saved["config"]["players"]) if name == "hop"]
     learners = learners or [trained.index(seat) if seat in trained else 0 for seat in table.hop_seats]
     for name, per in (("policy", 1), ("others", len(args.players) - 1)):
-        getattr(table.networks, name).load_state_dict({key: value.unflatten(0, (-1, per))[learners].flatten(0, 1)
-                                                       for key, value in saved["networks"][name].items()})
+        weights = {key: value.unflatten(0, (-1, per))[learners].flatten(0, 1)
+                   for key, value in saved["networks"][name].items()}
+        getattr(table.networks, name).load_state_dict(weights)
     table.memory = table.networks.others.start(num_envs).detach().clone()
     if args.search_model == "learned":
         world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
-        table.model = world.tabulate(args.height, args.width, len(args.players))
+        table.model = WorldTables(world, args.height, args.width, len(args.players))
     return table
 
 
 def play_meetings(args, saved, seat, learner, seed):
-    """--meetings of --meeting-episodes, the trained player in one seat. -> its returns [meetings,
-    episodes]"""
+    """--meetings of --meeting-episodes, the trained player in one seat. -> its returns [meeting, episode]"""
     strangers = [name for name in args.players if name != "hop"]
     args = dataclasses.replace(args, players=(*strangers[:seat], "hop", *strangers[seat:]))
     table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes, [learner])
+    rows = torch.arange(args.meetings, device=args.device)
+    episode = torch.zeros_like(rows)
     answer = torch.zeros(args.meetings, args.meeting_episodes, device=args.device)
-    episode, rows = torch.zeros(args.meetings, dtype=torch.int64, device=args.device), torch.arange(args.meetings, device=args.device)
-    optimizer = torch.optim.Adam(table.networks.others.parameters(), lr=args.moa_learning_rate / 10, eps=1e-5, fused=True)
-    generator, returns = seeded(seed, "learning", args.device), Returns(args.meetings, len(args.players), args.device)
-    replay = Replay(dataclasses.replace(args, goals="zero", buffer_size=args.meetings * args.num_steps), table, None)
+    others, rate = table.networks.others, args.moa_learning_rate / 10
+    optimizer = torch.optim.Adam(others.parameters(), lr=rate, eps=1e-5, fused=True)
+    generator = seeded(seed, "learning", args.device)
+    returns = Returns(args.meetings, len(args.players), args.device)
+    without_goals = dataclasses.replace(args, goals="zero", buffer_size=args.meetings * args.num_steps)
+    replay = Replay(without_goals, table, None)
     while (episode < args.meeting_episodes).any():
         if args.adapt_moa:
             real = play_steps(table, returns, args.num_steps, args.search)
             replay.add(real)
-            learn_others(args, table.networks, replay, None, optimizer, generator)
+            learn_others(args, others, replay, None, optimizer, generator)
             rewards, overs = real["reward"][:, seat], real["over"]
         else:
             out = table.play(table.act(args.search))
@@ -1864,33 +1935,35 @@ def play_meetings(args, saved, seat, learner, seed):
 
 
 def adapt(args):
-    """A trained player among others: policy, value and world model stay, beliefs go on within and across
-    episodes."""
+    """A trained player among others, in each seat: policy, value and world model stay, beliefs go on within
+    and across episodes."""
     args, saved = load_players(args)
     Table(args, 1, args.seed)  # whatever is wrong with the players shows now
-    trained, seats, half = saved["config"]["players"].count("hop"), range(len(args.players)), args.meeting_episodes // 2
+    trained, half = saved["config"]["players"].count("hop"), args.meeting_episodes // 2
     folder = open_run(args)
-    answer = torch.stack([play_meetings(args, saved, seat, seat % trained, args.seed + seat)
-                          for seat in tqdm(seats, desc="meetings in each seat", leave=False, dynamic_ncols=True)]).double()
-    flat = answer.flatten(0, 1)  # [seats * meetings, episodes]
+    seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
+    answer = [play_meetings(args, saved, seat, seat % trained, args.seed + seat) for seat in seats]
+    answer = torch.stack(answer).double()  # [seat, meeting, episode]
+    flat = answer.flatten(0, 1)
     later = flat[:, half:].mean(1)
     interval = lambda part: (1.96 * part.std(0) / math.sqrt(len(part))).tolist()
-    results = {"players": list(args.players),
-               "episodes": [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))],
-               "second_half": {"mean": later.mean().item(), "ci95": interval(later), "seats": answer[:, :, half:].mean((1, 2)).tolist()}}
-    save_json(os.path.join(folder, "results.json"), results)
-    rows = [["episode", "return", "95 %"]] + [[str(number + 1), f"{row['return']:.3f}", f"± {row['ci95']:.3f}"]
-                                              for number, row in enumerate(results["episodes"])]
-    print_table(f"return of the HOP+ player by episode of a meeting ({' '.join(args.players)}, {board_name(args)}, "
-                f"{len(flat)} meetings, all seats)", rows)
-    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {results['second_half']['mean']:.3f} ± "
-          f"{results['second_half']['ci95']:.3f}. Everything is in {folder}")
+    episodes = [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))]
+    second_half = {"mean": later.mean().item(), "ci95": interval(later),
+                   "seats": answer[:, :, half:].mean((1, 2)).tolist()}
+    save_json(os.path.join(folder, "results.json"),
+              {"players": list(args.players), "episodes": episodes, "second_half": second_half})
+    rows = [["episode", "return", "95 %"]]
+    for number, row in enumerate(episodes, 1):
+        rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])
+    print_table(f"return of the HOP+ player by episode of a meeting ({' '.join(args.players)}, "
+                f"{board_name(args)}, {len(flat)} meetings, all seats)", rows)
+    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {second_half['mean']:.3f} ± "
+          f"{second_half['ci95']:.3f}. Everything is in {folder}")
     return 0
 
 
 def watch(args):
-    """One episode in the terminal, step by step: the board, what each player believes, what its search
-    expects."""
+    """One episode in the terminal, step by step: the board, what each player believes, what it searched."""
     args, saved = load_players(args)
     table = seat_players(args, saved, 1, args.seed)
     total, over = torch.zeros(len(args.players)), False
@@ -1901,14 +1974,14 @@ def watch(args):
         total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
         if sys.stdin.isatty() and not over:
             input("  (return for the next step) ")
-    print("\nreturns: " + ", ".join(f"{name} {value:g}" for name, value in zip(table.names, total.tolist())))
+    returns = (f"{name} {value:g}" for name, value in zip(table.names, total.tolist()))
+    print("\nreturns: " + ", ".join(returns))
     return 0
 
 
 @torch.no_grad()
 def print_position(table, seen):
-    """The board of the first game, and for each HOP+ player what it plays, what its search expects, what it
-    believes."""
+    """The board of the first game; and what each HOP+ player plays, its search expects and it believes."""
     game, moves = table.game, expectations(table, seen)[:, :, 0]
     board, cells = game.board[:, 0].tolist(), game.cell[:, 0].tolist()
     print(f"\nstep {int(game.clock[0])}, {int(game.deadline[0] - game.clock[0])} left")
@@ -1926,15 +1999,16 @@ def print_position(table, seen):
         if seen["search"]:
             q, visits = (seen["search"][key][hop, 0].tolist() for key in ("q", "visits"))
             legal = table.views.mask(seen["x"][seat, 0]).nonzero()[:, 0].tolist()
-            print("    search expects: " + "; ".join(f"{ACTIONS[a]} Q {q[a]:.2f}, {visits[a]:.0f} visits, plays "
-                                                     f"{seen['improved'][hop, 0, a].exp():.0%}" for a in legal))
+            plays = seen["improved"][hop, 0].exp().tolist()
+            print("    search expects: " + "; ".join(
+                f"{ACTIONS[a]} Q {q[a]:.2f}, {visits[a]:.0f} visits, plays {plays[a]:.0%}" for a in legal))
         for other, who in enumerate(table.order[hop, 1:].tolist()):
             if cells[who] < game.cells:
-                chance, action = moves[hop, other].topk(3)
-                text = ", ".join(f"{ACTIONS[a]} {c:.0%}" for c, a in zip(chance.tolist(), action.tolist()) if c > 0.005)
-                width = seen["logvar"].unflatten(0, moves.shape[:2])[hop, other, 0].mul(0.5).exp().mean()
-                spread = f" (spread of the goal believed: {width:.2f})" if table.args.goals == "latent" else ""
-                print(f"    believes of player {who + 1}: {text}{spread}")
+                text = likeliest(moves[hop, other], 3)
+                if table.args.goals == "latent":
+                    spread = seen["logvar"].unflatten(0, moves.shape[:2])[hop, other, 0].mul(0.5).exp().mean()
+                    text += f" (spread of the goal believed: {spread:.2f})"
+                print(f"    believes of player {who + 1}: {text}")
 
 
 def load_policies(names, views):
@@ -1943,7 +2017,8 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == "ppo_single_player.py" else {}
+        by_ppo = checkpoint["script"] == "ppo_single_player.py"
+        learner_of = checkpoint.get("learner_of", {}) if by_ppo else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
@@ -2038,13 +2113,6 @@ class Views:
     def mask(self, x):
         """Which actions are legal in views [..., K]: [..., 7]."""
         return ((x[..., -3, None] - self.first_legal) >> self.action_bits & 1).bool()
-
-    def features(self, x):
-        """The features that the facts of views [..., K] stand for, each a count or a share: [..., F]."""
-        counts = torch.zeros(*x.shape[:-1], self.num_facts, device=x.device)
-        counts.scatter_add_(-1, x.long(), torch.ones_like(x, dtype=counts.dtype))
-        return torch.cat([counts[..., :self.nothing], counts[..., self.nothing:] @ self.meaning], -1)
-
 
 # ================================================================================= networks
 
@@ -2155,13 +2223,14 @@ class GoalPrior(nn.Module):
 
 
 class OtherModel(nn.Module):
-    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's recognition
-    from the past), and what it will do next, from its view and its goal (MOA).
+    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
+    recognition from the past), and what it will do next, from its view and its goal (MOA).
 
-    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action probabilities for every
-    view. The memory [P, B, H] holds their log-weights, to which each action seen adds its log-likelihood, after a little
-    has been forgotten: h' = f * h + log p(action | view), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
-    needed?"). A goal is read from the weights and the present view. With `silent` all goals are 0.
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
+    probabilities for every view. The memory [P, B, H] holds their log-weights. Each action seen adds its
+    log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear recurrence
+    (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the present
+    view. With `silent` all goals are 0.
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -2183,23 +2252,23 @@ class OtherModel(nn.Module):
         return self.prior.expand(-1, num, -1)
 
     def look(self, x):
-        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]; log-probabilities
-        of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
+        log-probabilities of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
         first = self.view(x)
         hidden = F.relu(self.glance(F.relu(first)))
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
-        return first, hidden, logits.masked_fill(~self.views.mask(x).movedim(-1, 0)[..., None], -1e8).log_softmax(0)
+        illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
+        return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
     def remember(self, memory, table, action, seen):
-        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] as `look` gives
-        it."""
+        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
         likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
         after = torch.sigmoid(self.keep) * memory + likely
         return torch.where(seen[..., None], after, memory)
 
     def follow(self, memory, table, action, seen):
-        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H], and the
-        log-probability of each action by the weighted hypotheses [P, T, B]"""
+        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
+        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         keep, before = torch.sigmoid(self.keep), []
         for t in range(taken.shape[1]):
@@ -2209,7 +2278,7 @@ class OtherModel(nn.Module):
         return before, (before.log_softmax(-1) + taken).logsumexp(-1)
 
     def read(self, memory, hidden):
-        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M, G]."""
+        """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
         weights = memory.softmax(-1)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
@@ -2217,8 +2286,8 @@ class OtherModel(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
     def act(self, first, mask, which=slice(None)):
-        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions [P, M, 7].
-        which: the models that are asked, in this order"""
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
+        [P, M, 7]; which: the models that are asked, in this order."""
         dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
         return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
 
@@ -2231,8 +2300,8 @@ class Policy(Agent):
         self.goals = orthogonal(num_learners, num_goals, hidden_size, 0.5, seed)
 
     def forward(self, x, told):
-        """Views [L, M, K], goals [L, M, (N-1) * G] -> log-probabilities of the actions [L, M, 7], values [L,
-        M]."""
+        """Views [L, M, K], goals [L, M, (N-1) * G] -> log-probabilities of the actions [L, M, 7], values
+        [L, M]."""
         return self.decide(self.view(x) + told @ self.goals, self.views.mask(x))
 
 
@@ -2417,11 +2486,6 @@ class WorldModel(nn.Module):
         that mixtures of actions never met in training are mostly predicted right."""
         for net in (self.local, self.pay):
             net[0].weight.sub_(net[0].weight.clamp(-size, size))
-
-    @torch.no_grad()
-    def tabulate(self, height, width, num_players):
-        """The same model for one board, looked up instead of computed. -> WorldTables"""
-        return WorldTables(self, height, width, num_players)
 
 
 class WorldTables:

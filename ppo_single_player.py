@@ -484,7 +484,8 @@ def load_policies(names, views):
     for name in names:
         path, _, player = name.rpartition(":")
         checkpoint = load_checkpoint(path, f"--players {name}")
-        learner_of = checkpoint.get("learner_of", {}) if checkpoint["script"] == "ppo_single_player.py" else {}
+        by_ppo = checkpoint["script"] == "ppo_single_player.py"
+        learner_of = checkpoint.get("learner_of", {}) if by_ppo else {}
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
@@ -566,13 +567,13 @@ def bring_up_to_date(agent, data):
 
 
 def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
-    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values are [T+1,
-    ...].
+    """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
     trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
     advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
-    Retrace. """
+    Retrace.
+    """
     trace = torch.ones_like(rewards) if trace is None else trace
     goes_on = (~ends).to(rewards.dtype)
     advantages = torch.zeros_like(rewards)

@@ -519,7 +519,9 @@ def load_games(args):
 # ==================================================================================== learning
 
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
-HINDSIGHT = 0.25  # share of the steps whose action is predicted from the goal in hindsight, not from what is believed
+
+
+HINDSIGHT = 0.25  # share of the steps whose action is to be told from the goal in hindsight, not the belief
 
 
 def make_lesson(args, known, samples, games):
@@ -535,7 +537,7 @@ def make_lesson(args, known, samples, games):
 
 
 def last_steps(ends, horizon):
-    """For each step of a player's game [.., T, B] the last one of it within the horizon: step numbers [.., T, B]."""
+    """For each step of a player's games the last one of that game within the horizon: numbers [.., T, B]."""
     steps = ends.shape[-2]
     last, end = torch.empty(ends.shape, dtype=torch.int64, device=ends.device), steps - 1
     for t in reversed(range(steps)):
@@ -545,7 +547,7 @@ def last_steps(ends, horizon):
 
 
 def pick_goals(mean, logvar, goal_step):
-    """The goals in hindsight, from the goals [P, T * B, G] of all views and the step whose view it is [P, T, B]."""
+    """The goals in hindsight, from the goals of all views [P, T * B, G] and the step of each [P, T, B]."""
     index = goal_step[..., None].expand(*goal_step.shape, mean.shape[-1])
     mean, logvar = (part.unflatten(1, goal_step.shape[1:]).gather(1, index) for part in (mean, logvar))
     return {"goal_mean": mean, "goal_logvar": logvar}
@@ -568,9 +570,11 @@ def masked_mean(x, weight):
 
 
 def infer_goals(model, lesson):
-    """What a model of others makes of stretches of play [P, T, B, ...], each [P, T * B, ...]: outputs of its
-    first layer, mean and log-variance of the goal inferred before each step, and the log-probability of each
-    action by the weighted hypotheses."""
+    """What a model of others makes of stretches of play [P, T, B, ...].
+
+    -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
+    log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
+    """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                   lesson["action"], lesson["seen"])
@@ -580,8 +584,9 @@ def infer_goals(model, lesson):
 def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
-    The hypotheses, weighted by what was seen before, are to foresee each action; the goal read from them is to be near the
-    goal in hindsight, where that is known; and both the goal in hindsight and a draw from the belief are to tell the action.
+    The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
+    to be near the goal in hindsight, where that is known. Both the goal in hindsight and a draw from the
+    belief are to tell the action.
     """
     x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
     first, mean, logvar, likely = infer_goals(model, lesson)
@@ -589,9 +594,10 @@ def others_loss(model, lesson, generator):
     goal = draw_goals(mean, logvar, generator)
     losses = {"hypotheses_loss": -masked_mean(likely, weight)}
     if "goal_mean" in lesson:
-        known = lesson["goal_known"].expand(shape).flatten(1) if "goal_known" in lesson else torch.ones_like(weight)
+        known = lesson.get("goal_known", weight.new_ones(())).expand(shape).flatten(1)
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
-        losses["inference_loss"] = masked_mean(gaussian_kl(*(part.detach() for part in hindsight), mean, logvar), weight * known)
+        distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
+        losses["inference_loss"] = masked_mean(distance, weight * known)
         told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
@@ -1172,13 +1178,14 @@ class GoalDecoder(nn.Module):
 
 
 class OtherModel(nn.Module):
-    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's recognition
-    from the past), and what it will do next, from its view and its goal (MOA).
+    """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
+    recognition from the past), and what it will do next, from its view and its goal (MOA).
 
-    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action probabilities for every
-    view. The memory [P, B, H] holds their log-weights, to which each action seen adds its log-likelihood, after a little
-    has been forgotten: h' = f * h + log p(action | view), a linear recurrence (as in Feng et al. 2024, "Were RNNs all we
-    needed?"). A goal is read from the weights and the present view. With `silent` all goals are 0.
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
+    probabilities for every view. The memory [P, B, H] holds their log-weights. Each action seen adds its
+    log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear recurrence
+    (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the present
+    view. With `silent` all goals are 0.
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -1200,16 +1207,17 @@ class OtherModel(nn.Module):
         return self.prior.expand(-1, num, -1)
 
     def look(self, x):
-        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]; log-probabilities
-        of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
+        log-probabilities of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
         first = self.view(x)
         hidden = F.relu(self.glance(F.relu(first)))
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
-        return first, hidden, logits.masked_fill(~self.views.mask(x).movedim(-1, 0)[..., None], -1e8).log_softmax(0)
+        illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
+        return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
     def follow(self, memory, table, action, seen):
-        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H], and the
-        log-probability of each action by the weighted hypotheses [P, T, B]"""
+        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
+        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         keep, before = torch.sigmoid(self.keep), []
         for t in range(taken.shape[1]):
@@ -1219,7 +1227,7 @@ class OtherModel(nn.Module):
         return before, (before.log_softmax(-1) + taken).logsumexp(-1)
 
     def read(self, memory, hidden):
-        """Memory [P, M, H] and hidden units of the present view -> mean and log-variance of the goal [P, M, G]."""
+        """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
         weights = memory.softmax(-1)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
@@ -1227,8 +1235,8 @@ class OtherModel(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
     def act(self, first, mask, which=slice(None)):
-        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions [P, M, 7].
-        which: the models that are asked, in this order"""
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
+        [P, M, 7]; which: the models that are asked, in this order."""
         dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
         return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
 
