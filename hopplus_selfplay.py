@@ -137,7 +137,7 @@ class Args(RunArgs, GameArgs):
     ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 102_400
+    total_timesteps: int = 81_920
     """real environment steps of the training; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
@@ -192,7 +192,7 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
     """step size of Adam for the models of others; it falls to 0, and does so late in the run"""
-    moa_minibatches: int = 16
+    moa_minibatches: int = 12
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
@@ -212,7 +212,7 @@ class Args(RunArgs, GameArgs):
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
     max_grad_norm: float = 0.5
     """gradients of a player longer than this are shortened to it"""
-    eval_episodes: int = 4_000
+    eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
@@ -277,9 +277,8 @@ def check_flags(args):
         raise Refused(f"{asked}: --mode adapt takes one hop among others, here are {hops}")
     if args.mode != "train" and not args.checkpoint:
         raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
-    if args.num_simulations % args.num_trees:
-        raise Refused(f"--num-simulations {args.num_simulations} must be divisible by "
-                      f"--num-trees {args.num_trees}")
+    if args.mode == "train":
+        check_search(args)
     for name in args.warmup_players:
         player_rule(name, "--warmup-players")
     played = args.num_envs * args.num_steps
@@ -289,6 +288,16 @@ def check_flags(args):
     if args.search_model == "learned" and args.dynamic_final_time:
         raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee "
                       "the deadline")
+
+
+def check_search(args):
+    """Refuses flags of the search that do not go together, as given or as taken over from a trained run."""
+    if args.num_simulations % args.num_trees:
+        raise Refused(f"--num-simulations {args.num_simulations} must be divisible by "
+                      f"--num-trees {args.num_trees}")
+    if len(set(args.strengths or (1,))) > 1:
+        strengths = " ".join(map(str, args.strengths))
+        raise Refused(f"--strengths {strengths}: searches and imagined games take all for equally strong")
 
 
 # ======================================================================================= state
@@ -545,13 +554,12 @@ def report(args, folder, run, log):
                "curve": run.curve}
     rows = [["evaluation", *table.names, "HOP+ mean", "episodes"]]
     strengths = args.strengths or [1] * len(args.players)
-    equals = [f"{name} {strength}" for name, strength in zip(args.players, strengths)]
     for mode, episodes, search in (("searched", args.eval_episodes, args.search),
                                    ("policy", args.eval_policy_episodes, "none")):
         if episodes and (mode == "policy" or search != "none"):
             played, steps = evaluate(args, table, episodes, search, args.seed + 1_000_000)
             measured += steps
-            summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, equals)
+            summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
             rows.append([mode, *means, summary["episodes"]])
             log.add(f"evaluation/{mode}", summary["mean"])
@@ -944,7 +952,10 @@ class Table(Saved):
         return known
 
     def told(self, mean):
-        """What the policies are told of the others' goals: [P, B, G] -> [L, B, (N-1) * G]."""
+        """What the policies are told of the others' goals, the same for a whole search.
+
+        [P, B, G] -> [L, B, (N-1) * G]
+        """
         return mean.unflatten(0, (len(self.hop_seats), -1)).transpose(1, 2).flatten(2)
 
     def plan(self, seen, search_mode):
@@ -1035,7 +1046,7 @@ def play_steps(table, returns, num_steps, search):
                       "searched": torch.full_like(own["ended"], search != "none")}
     if search != "none":
         found = [step["search"] for step in steps]
-        real["search"] = {key: torch.stack([each[key] for each in found]).mean()
+        real["search"] = {key: torch.stack([each[key] for each in found]).nanmean()
                           for key in ("gain", "changed", "depth")}
         real["decisions"] = sum(each["decisions"] for each in found)
     return real
@@ -1142,32 +1153,38 @@ def search(model, searcher, state, simulations, args, generator, max_depth=64):
     thought = searcher.think(state)
     tree = Tree(state, simulations, thought[2].shape[1])
     tree.put(0, state, thought)
-    beta = sharpness(args, tree.value[:tree.trees, None])
+    sharp = sharpness(args, tree.value[:tree.trees, None])
     depth = torch.zeros(tree.trees, device=state["clock"].device)
     for node in range(1, simulations + 1):
-        path, row, moves = descend(tree, node, beta, max_depth, generator)
+        path, row, moves = descend(tree, node, sharp, max_depth, generator)
         expand(tree, node, row, moves, model, searcher, args.reward_scale)
         backup(tree, node, path, args.gamma)
         depth += sum(going for _, _, going in path)
     return tree.visits[:tree.trees], tree.totals[:tree.trees], depth / simulations
 
 
-def descend(tree, node, beta, max_depth, generator):
+def choose(prior, q, visits, value, sharp):
+    """The action tried next in positions of a tree [Q]: the one whose visits lack most of what the improved
+    policy would give it. prior (log-policy), q, visits [Q, 7]; value, sharp [Q, 1]"""
+    improved, _ = improved_policy(prior, q, visits, value, sharp)
+    lacking = improved.exp() - visits / (1 + visits.sum(-1, keepdim=True))
+    return lacking.masked_fill(prior < -1e7, -torch.inf).argmax(-1)  # legal ones only
+
+
+def descend(tree, node, sharp, max_depth, generator):
     """Walks down each tree, until a joint move leads to no node yet, or to one that is over.
 
     -> path: for each level the rows [Q], own actions [Q] and which trees came so far [Q]; the row of the last
     node of each path [Q]; the joint move from there [Q, N], one's own first
     """
-    device, path = beta.device, []
+    device, path = sharp.device, []
     row = root = torch.arange(tree.trees, device=device)
     last_row, last_moves = row, torch.zeros(tree.trees, len(tree.power), dtype=torch.int64, device=device)
     going = torch.ones(tree.trees, dtype=torch.bool, device=device)
     for _ in range(min(node, max_depth)):
         visits, totals, prior, value, others = (part.index_select(0, row) for part in (
             tree.visits, tree.totals, tree.prior, tree.value, tree.others))
-        improved, _ = improved_policy(prior, totals / visits.clamp(min=1), visits, value[:, None], beta)
-        lacking = improved.exp() - visits / (1 + visits.sum(-1, keepdim=True))
-        action = lacking.masked_fill(prior < -1e7, -torch.inf).argmax(-1)  # legal ones only
+        action = choose(prior, totals / visits.clamp(min=1), visits, value[:, None], sharp)
         number = torch.rand(*others.shape[:2], 1, generator=generator, device=device) * (1 - 1e-6)
         moves = torch.cat([action[:, None], (others <= number * others[..., -1:]).sum(-1)], 1)  # [Q, N]
         path.append((row, action, going))
@@ -1249,7 +1266,7 @@ class Imagination(Saved):
         self.args, self.table, self.replay = args, table, replay
         self.length = len(table.hop_seats)
         self.num = math.ceil(args.imagined_per_real * args.num_envs / self.length)
-        self.strange = round(self.num * args.strangers)  # these games come last
+        self.strange = min(round(self.num * args.strangers), self.num - 1)  # these games come last
         self.generator = seeded(args.seed, "imagination", args.device)
         self.state = self.memory = self.types = None
 
@@ -1357,7 +1374,7 @@ class Imagination(Saved):
 
 # ==================================================================================== learning
 
-STRETCHES, RECORDED, DREAMT = 28, 6, 8  # in a lesson: real ones, ones of the record, imagined ones
+STRETCHES, RECORDED, DREAMT = 32, 6, 6  # in a lesson: real ones, ones of the record, imagined ones
 
 
 class Replay(Saved):
@@ -1428,7 +1445,9 @@ class Replay(Saved):
         with their goals in hindsight."""
         pairs = self.table.pairs
         number = lambda most, count: torch.randint(most, (count,), generator=generator, device=pairs.device)
-        where = number(self.filled, real) + self.kept
+        late = torch.rand(real, generator=generator, device=pairs.device).square()  # late ones more often
+        age = (late * self.filled).long() + 1
+        where = (self.next - age) % self.capacity + self.kept
         if self.kept:
             where = torch.cat([where, number(self.kept, kept)])
         drawn = {name: part[..., where] for name, part in self.columns.items()}
@@ -1885,7 +1904,9 @@ def load_players(args):
         raise Refused(f"--players names {given} players, {asked} was trained with {trained}")
     free = ("beta", "prize_floor", "num_simulations", "num_trees", "search")  # as trained, if not asked for
     taken = fixed + [name for name in free if getattr(args, name) == getattr(Args, name)]
-    return dataclasses.replace(args, **{name: config[name] for name in taken}), saved
+    args = dataclasses.replace(args, **{name: config[name] for name in taken})
+    check_search(args)
+    return args, saved
 
 
 def seat_players(args, saved, num_envs, seed, episodes=1, learners=None):

@@ -448,12 +448,13 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
     assert met > 10 and kept > 10
 
 
-def test_without_strangers_there_are_none(tmp_path):
-    args = flags(tmp_path, strangers=0.0)
+@pytest.mark.parametrize("share, met", [(0.0, 0), (0.5, 4), (1.0, 7)])  # one game at least goes on from a real one
+def test_a_share_of_the_imagined_games_is_with_strangers(tmp_path, share, met):
+    args = flags(tmp_path, strangers=share)
     run = script.Run(args)
     real = script.play_steps(run.table, run.returns, 16, "none")
     dream = run.imagination.play(real, 16)
-    assert dream["lesson"]["x"].shape[2] == 0 and dream["policy"]["actions"].shape == (16, 4, 8)
+    assert dream["lesson"]["x"].shape[2] == met and dream["policy"]["actions"].shape == (16, 4, 8)
 
 
 # ----------------------------------------------------------------------------------------- learning
@@ -683,6 +684,7 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
 @pytest.mark.parametrize("line, words", [
     ("--players ns ns ns ns", "nobody is a HOP+ player"),
     ("--players hop", "two players or more"),
+    ("--strengths 1 1 2 1", "equally strong"),
     ("--num-simulations 5 --num-trees 2", "--num-simulations 5 must be divisible by --num-trees 2"),
     ("--buffer-size 500", "--buffer-size 500 is less than the 1024"),
     ("--mode adapt --players hop ns ns ns", "--mode adapt needs"),
