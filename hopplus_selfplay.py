@@ -176,8 +176,6 @@ class Args(RunArgs, GameArgs):
     """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
     warmup_meetings: int = 128
     """meetings of rule-based players in the warm-up, each of four episodes or more"""
-    warmup_epochs: int = 6
-    """times that the warm-up of goals and models of others goes through them"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
     """who plays in the warm-up"""
     vae_checkpoint: str | None = None
@@ -196,8 +194,6 @@ class Args(RunArgs, GameArgs):
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
-    gae_lambda: float = 0.95
-    """lambda of the generalised advantage estimate"""
     num_minibatches: int = 6
     """pieces into which the steps of an update are cut"""
     update_epochs: int = 4
@@ -206,18 +202,10 @@ class Args(RunArgs, GameArgs):
     """how far the ratio of new to old probability may move before the policy loss is flat"""
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
-    vf_coef: float = 0.5
-    """weight of the value loss"""
-    reward_scale: float = 0.2
-    """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
-    max_grad_norm: float = 0.5
-    """gradients of a player longer than this are shortened to it"""
     eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
-    picture_every: float = 60.0
-    """seconds between two pictures of an episode"""
     meeting_episodes: int = 20
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
     meetings: int = 500
@@ -226,20 +214,23 @@ class Args(RunArgs, GameArgs):
     """--mode adapt: the models of others go on learning, too"""
 
 
+GAE_LAMBDA = 0.95  # of the generalised advantage estimate
+VALUE_WEIGHT = 0.5  # of the value loss
+REWARD_SCALE = 0.2  # rewards are multiplied by this for learning; what is logged is in the units of the game
+MAX_GRAD_NORM = 0.5  # gradients of a model longer than this are shortened to it
+
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon",
-              "num_simulations", "num_trees", "warmup_meetings", "warmup_epochs", "hidden_size", "vae_size",
+              "num_simulations", "num_trees", "warmup_meetings", "hidden_size", "vae_size",
               "moa_minibatches", "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
 RANGES = ((1, math.inf, AT_LEAST_1),
-          (0, 1, ("strangers", "gamma", "gae_lambda")),
-          (1e-6, math.inf, ("prize_floor", "reward_scale", "max_grad_norm")),
+          (0, 1, ("strangers", "gamma")),
+          (1e-6, math.inf, ("prize_floor",)),
           (0, 1e6, ("beta", "imagined_per_real", "learning_rate", "moa_learning_rate", "clip_coef",
-                    "ent_coef", "vf_coef", "eval_episodes", "eval_policy_episodes")),
-          (0, math.inf, ("picture_every",)))
+                    "ent_coef", "eval_episodes", "eval_policy_episodes")))
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size",
-               "warmup_meetings", "warmup_epochs", "warmup_players", "vae_checkpoint",
-               "world_model_checkpoint", "learning_rate", "gae_lambda", "num_minibatches", "update_epochs",
-               "clip_coef", "ent_coef", "vf_coef", "eval_episodes", "eval_policy_episodes", "picture_every",
-               "resume")
+               "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
+               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
+               "eval_policy_episodes", "resume")
 OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
 
@@ -260,7 +251,6 @@ def ignored_flags(args):
         ("--imagined-per-real 0, for all real steps are searched", unimagined and not unsearched,
          ("clip_coef",)),
         ("--goals zero", args.goals == "zero", ("selector", "horizon")),
-        ("--vae-checkpoint", args.vae_checkpoint is not None, ("warmup_epochs",)),
     )
 
 
@@ -458,9 +448,8 @@ def train(args):
 
             log.update(real, dream, figures)
             last = run.timesteps >= args.total_timesteps or interrupt.wanted
-            if last or time.perf_counter() - log.pictured > args.picture_every:
-                log.picture()
             if last or time.perf_counter() - saved > args.save_every:
+                log.picture()
                 run.save(args, folder)
                 saved = time.perf_counter()
     finished = run.timesteps >= args.total_timesteps
@@ -483,7 +472,7 @@ class Log:
                         dynamic_ncols=True, mininterval=0.5, desc="training")
         self.seconds_before = run.seconds
         self.begun, self.begun_at = time.perf_counter(), run.timesteps
-        self.pictured = self.ticked = self.begun
+        self.ticked = self.begun
         self.spent = {}
         run.warmup_seconds = run.warmup_seconds or self.begun - START
 
@@ -535,7 +524,7 @@ class Log:
         self.clock("logging")
 
     def picture(self):
-        self.pictured, steps = time.perf_counter(), self.run.timesteps
+        steps = self.run.timesteps
         path = os.path.join(self.folder, "pictures", f"episode_{steps}.gif")
         frames = record_game(self.args, self.run.table, self.args.seed + steps)
         add_gif(self.writer, "episode", frames, steps, path)
@@ -582,6 +571,7 @@ def report(args, folder, run, log):
 
 # ===================================================================================== warm-up
 
+WARMUP_EPOCHS = 6  # times that goals and models of others learn from the meetings
 WARMUP_RATE = 8e-3  # step size of Adam at the start of the warm-up
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
 HINDSIGHT = 0.25  # share of the steps whose action is to be told from the goal in hindsight, not the belief
@@ -636,7 +626,7 @@ def learn_goals(args, prior, known, record):
     x, seen = row(look_back(known.views, record)), row(record["present"])
     action = row(record["actions"]).long()
     goal_step = row(last_steps(record["ends"], args.horizon))
-    pieces = [piece for _ in range(args.warmup_epochs) for piece in
+    pieces = [piece for _ in range(WARMUP_EPOCHS) for piece in
               torch.randperm(x.shape[2], generator=generator, device=x.device).split(4)]
     for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
         optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
@@ -649,8 +639,8 @@ def learn_goals(args, prior, known, record):
         loss = loss + PRIOR_WEIGHT * masked_mean(distance, lesson["weight"].flatten(1))
         optimizer.zero_grad()
         loss.sum().backward()
-        clip_gradients(prior, args.max_grad_norm)
-        clip_gradients(known, args.max_grad_norm)
+        clip_gradients(prior, MAX_GRAD_NORM)
+        clip_gradients(known, MAX_GRAD_NORM)
         optimizer.step()
 
 
@@ -980,10 +970,10 @@ class Table(Saved):
         there, nothing = present.gather(1, games), torch.zeros_like(policy)
         put = lambda whole, part: whole.scatter(1, games[..., None].expand_as(part), part)
         return put(policy, torch.where(there[..., None], better, before)), {
-            "gain": ((better.exp() - before.exp()) * completed).sum(-1)[there].mean() / args.reward_scale,
+            "gain": ((better.exp() - before.exp()) * completed).sum(-1)[there].mean() / REWARD_SCALE,
             "changed": (better.argmax(-1) != before.argmax(-1))[there].float().mean(),
             "depth": depth.mean(), "decisions": there.sum(),
-            "q": put(nothing, completed / args.reward_scale), "visits": put(nothing, visits)}
+            "q": put(nothing, completed / REWARD_SCALE), "visits": put(nothing, visits)}
 
     @torch.no_grad()
     def play(self, seen, restart=True):
@@ -1042,7 +1032,7 @@ def play_steps(table, returns, num_steps, search):
     real["policy"] = {**own, "told": stack("told"), "actions": played, "target": stack("improved").exp(),
                       "logprobs": stack("policy").gather(-1, played[..., None]).squeeze(-1),
                       "values": torch.cat([stack("value"), last]),
-                      "rewards": stack("reward")[:, table.seats] * args.reward_scale,
+                      "rewards": stack("reward")[:, table.seats] * REWARD_SCALE,
                       "searched": torch.full_like(own["ended"], search != "none")}
     if search != "none":
         found = [step["search"] for step in steps]
@@ -1103,8 +1093,8 @@ def sharpness(args, value):
     """beta for scaled rewards in positions of some value, divided by what is expected there: so a small prize
     is sought as keenly in a poor game as a large one in a rich game."""
     if math.isinf(args.prize_floor):
-        return torch.full_like(value, args.beta / args.reward_scale)
-    return args.beta / (value.abs() + args.prize_floor * args.reward_scale)
+        return torch.full_like(value, args.beta / REWARD_SCALE)
+    return args.beta / (value.abs() + args.prize_floor * REWARD_SCALE)
 
 
 class Tree:
@@ -1157,7 +1147,7 @@ def search(model, searcher, state, simulations, args, generator, max_depth=64):
     depth = torch.zeros(tree.trees, device=state["clock"].device)
     for node in range(1, simulations + 1):
         path, row, moves = descend(tree, node, sharp, max_depth, generator)
-        expand(tree, node, row, moves, model, searcher, args.reward_scale)
+        expand(tree, node, row, moves, model, searcher)
         backup(tree, node, path, args.gamma)
         depth += sum(going for _, _, going in path)
     return tree.visits[:tree.trees], tree.totals[:tree.trees], depth / simulations
@@ -1201,7 +1191,7 @@ def descend(tree, node, sharp, max_depth, generator):
     return path, last_row, last_moves
 
 
-def expand(tree, node, row, moves, model, searcher, reward_scale):
+def expand(tree, node, row, moves, model, searcher):
     """Plays the joint moves [Q, N] from the nodes in rows [Q]; where they lead is the next node of each tree.
 
     Where a path ended at a node that is over, that node is made once more; only the first one is ever found.
@@ -1210,7 +1200,7 @@ def expand(tree, node, row, moves, model, searcher, reward_scale):
     after, reward, over = model.step(before, moves.T)
     rows = tree.put(node, after, searcher.think(after))
     tree.value[rows] *= ~over
-    tree.reward[rows], tree.over[rows] = reward * reward_scale, over
+    tree.reward[rows], tree.over[rows] = reward * REWARD_SCALE, over
     tree.parent[node], tree.key[node] = row, (moves * tree.power).sum(1)
 
 
@@ -1324,7 +1314,7 @@ class Imagination(Saved):
             self.memory = networks.others.remember(self.memory, tables, moves, there)
             steps.append({"x": x[0], "told": told, "actions": action, "values": value, "ended": over,
                           "logprobs": log_probs.gather(-1, action[..., None])[..., 0],
-                          "rewards": reward.view(shape) * self.args.reward_scale, "seen": there[:, split:],
+                          "rewards": reward.view(shape) * REWARD_SCALE, "seen": there[:, split:],
                           "others_x": x[1:, :, split:], "others_action": moves[:, split:]})
             self.begin_again(over, begins(t), memories[:, t], fresh)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
@@ -1567,7 +1557,7 @@ def learn_others(args, others, replay, dream, optimizer, generator):
         losses = others_loss(others, lesson, generator)
         optimizer.zero_grad()
         losses["loss"].sum().backward()
-        clip_gradients(others, args.max_grad_norm)
+        clip_gradients(others, MAX_GRAD_NORM)
         optimizer.step()
         totals.append({f"moa/{key}": value.detach() for key, value in losses.items()})
     return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
@@ -1626,9 +1616,9 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
     """
     values = data["values"][:-1]
     advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"],
-                                      args.gamma, args.gae_lambda)
+                                      args.gamma, GAE_LAMBDA)
     if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
-        advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
+        advantages = advantages / (values.abs() + args.prize_floor * REWARD_SCALE)
     steps = {**data, "advantages": advantages, "returns": returns, "values": values}
     flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in steps.items()}  # [L * M, ...]
     weight, searched, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
@@ -1650,7 +1640,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             loss, parts = policy_loss(args, policy, batch, ent_coef)
             optimizer.zero_grad()
             loss.sum().backward()
-            clip_gradients(policy, args.max_grad_norm)
+            clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
             totals.append({key: part.detach() for key, part in parts.items()})
     return means | {f"losses/{key}": torch.stack([each[key] for each in totals]).mean(0) for key in parts}
@@ -1676,10 +1666,10 @@ def policy_loss(args, policy, batch, ent_coef):
              "approx_kl": masked_mean(ratio - 1 - logratio, drawn),  # http://joschu.net/blog/kl-approx.html
              "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), drawn)}
     loss = (parts["policy_loss"] + parts["search_loss"]
-            + args.vf_coef * (parts["value_loss"] + parts["real_value_loss"])
+            + VALUE_WEIGHT * (parts["value_loss"] + parts["real_value_loss"])
             - ent_coef * (parts["entropy"] + parts["real_entropy"]))
     for key in ("value_loss", "real_value_loss"):
-        parts[key] = parts[key] / args.reward_scale**2  # in the units of the game
+        parts[key] = parts[key] / REWARD_SCALE**2  # in the units of the game
     return loss, parts
 
 
@@ -1893,8 +1883,7 @@ def load_players(args):
     config = saved["config"]
     config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     fixed = [field.name for field in dataclasses.fields(GameArgs)]
-    fixed += ["goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "reward_scale", "gamma",
-              "search_model"]
+    fixed += ["goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "gamma", "search_model"]
     for name in fixed:
         given, trained = getattr(args, name), config[name]
         if given not in (trained, getattr(Args, name)):

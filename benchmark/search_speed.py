@@ -42,7 +42,7 @@ def plain_search(model, searcher, state, simulations, flags):
                 "chances": chances[0], "visits": [0] * 7, "totals": [0.0] * 7, "children": {}}
 
     root = node(state, 0.0, False)
-    beta = flags.beta / (abs(root["value"]) + flags.prize_floor * flags.reward_scale)
+    beta = flags.beta / (abs(root["value"]) + flags.prize_floor * script.REWARD_SCALE)
     for _ in range(simulations):
         here, path = root, []
         while True:
@@ -55,7 +55,7 @@ def plain_search(model, searcher, state, simulations, flags):
             path.append((here, action))
             if key not in here["children"]:
                 after, reward, over = model.step(here["state"], torch.tensor(key)[:, None])
-                here["children"][key] = node(after, reward.item() * flags.reward_scale, bool(over))
+                here["children"][key] = node(after, reward.item() * script.REWARD_SCALE, bool(over))
                 here = here["children"][key]
                 break
             here = here["children"][key]

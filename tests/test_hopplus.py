@@ -13,15 +13,16 @@ import torch
 import hopplus_selfplay as script
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_size=16, warmup_meetings=8, warmup_epochs=1,
+SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_size=16, warmup_meetings=8,
              eval_episodes=8, eval_policy_episodes=8, num_simulations=4, imagined_per_real=8.0,
-             buffer_size=128, moa_minibatches=2, save_every=1e9, picture_every=1e9, search_model="rules")
+             buffer_size=128, moa_minibatches=2, save_every=1e9, search_model="rules")
 
 
 @pytest.fixture(autouse=True)
 def small_worlds(monkeypatch):
     """World models and reports small enough for tests."""
     monkeypatch.setattr(script, "WORLD_STEPS", 500)
+    monkeypatch.setattr(script, "WARMUP_EPOCHS", 1)
     monkeypatch.setattr(script, "WORLD_UPDATES", 20)
     monkeypatch.setattr(script.report_models, "__defaults__", (30, 2))
     monkeypatch.setattr(script.score_world, "__defaults__", (300,))
@@ -66,7 +67,7 @@ class SlowSearch:
         self.model, self.searcher, self.args, self.draws = model, searcher, args, draws
         self.root = self.node(state, 0.0, False)
         floor = args.prize_floor
-        scale = args.reward_scale if math.isinf(floor) else abs(self.root["value"]) + floor * args.reward_scale
+        scale = script.REWARD_SCALE if math.isinf(floor) else abs(self.root["value"]) + floor * script.REWARD_SCALE
         self.beta = args.beta / scale
 
     def node(self, state, reward, over):
@@ -98,7 +99,7 @@ class SlowSearch:
             fresh = (action, moves) not in node["children"]
             if fresh:
                 state, reward, over = self.model.step(node["state"], torch.tensor([action, *moves])[:, None])
-                node["children"][action, moves] = self.node(state, reward.item() * self.args.reward_scale, bool(over))
+                node["children"][action, moves] = self.node(state, reward.item() * script.REWARD_SCALE, bool(over))
             child = node["children"][action, moves]
             path.append((node, action, child))
             node = child
@@ -178,9 +179,10 @@ def exact_values(model, views, state, gamma):
     return values
 
 
-def test_the_best_action_is_found_as_simulations_grow(tmp_path):
+def test_the_best_action_is_found_as_simulations_grow(tmp_path, monkeypatch):
+    monkeypatch.setattr(script, "REWARD_SCALE", 1.0)
     args = flags(tmp_path, players=("hop", "random"), stags=1, hares=1, height=2, width=2, final_time=3, beta=5.0,
-                 prize_floor=math.inf, gamma=0.9, reward_scale=1.0)
+                 prize_floor=math.inf, gamma=0.9)
     table = script.Table(args, 16, 2)
     with torch.no_grad():
         for part in table.networks.others.action.parameters():
@@ -470,9 +472,10 @@ def steps_for(args, num, seed, searched):
     return table, real | {"searched": torch.full_like(real["searched"], searched)}
 
 
-def test_searched_steps_teach_the_target_and_drawn_ones_by_their_advantage(tmp_path):
+def test_searched_steps_teach_the_target_and_drawn_ones_by_their_advantage(tmp_path, monkeypatch):
     """The gradient of a mixed batch is that of the cross-entropy of the searched steps and of PPO's loss of the others."""
-    args = flags(tmp_path, vf_coef=0.0)
+    monkeypatch.setattr(script, "VALUE_WEIGHT", 0.0)
+    args = flags(tmp_path)
     table, planned = steps_for(args, 4, 1, True)
     _, drawn = steps_for(args, 4, 2, False)
     row = lambda data: {key: (part[:-1] if key == "values" else part).transpose(0, 1).flatten(1, 2) for key, part in data.items()}
@@ -640,7 +643,7 @@ def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
     import pretrain_vae
 
     pretrain_vae.main(pretrain_vae.Args(runs_dir=str(tmp_path), run_name="vae", episodes=60, held_out_episodes=30, epochs=1))
-    args = flags(tmp_path, vae_checkpoint=str(tmp_path / "vae"), hidden_size=64, vae_size=128, warmup_epochs=script.Args.warmup_epochs)
+    args = flags(tmp_path, vae_checkpoint=str(tmp_path / "vae"), hidden_size=64, vae_size=128)
     script.check_flags(args)
     run = script.Run(args)
     goals = torch.load(tmp_path / "vae" / "checkpoint.pt", weights_only=True)
