@@ -137,7 +137,7 @@ class Args(RunArgs, GameArgs):
     ppo_single_player.py)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 81_920
+    total_timesteps: int = 102_400
     """real environment steps of the training; one is one joint move of all players"""
     num_envs: int = 64
     """games played side by side"""
@@ -186,7 +186,7 @@ class Args(RunArgs, GameArgs):
     """units in the hidden layers"""
     vae_size: int = 128
     """units in the hidden layers of the goal prior"""
-    learning_rate: float = 2.5e-3
+    learning_rate: float = 4e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
     """step size of Adam for the models of others; it falls to 0, and does so late in the run"""
@@ -431,6 +431,7 @@ def train(args):
             run.optimizer.param_groups[0]["lr"] = args.learning_rate * left
             run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * left**0.25
 
+            run.table.meet_anew(1 / MEETING)
             real = play_steps(run.table, run.returns, args.num_steps, args.search)
             run.timesteps += args.num_steps * args.num_envs
             log.clock("real_games")
@@ -868,6 +869,9 @@ def common_rewards(reward, most=256):
 # ======================================================================================== play
 
 
+MEETING = 10  # episodes that an imagined meeting lasts on average, and updates that a real one does
+
+
 class Table(Saved):
     """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
 
@@ -974,6 +978,12 @@ class Table(Saved):
             "changed": (better.argmax(-1) != before.argmax(-1))[there].float().mean(),
             "depth": depth.mean(), "decisions": there.sum(),
             "q": put(nothing, completed / REWARD_SCALE), "visits": put(nothing, visits)}
+
+    def meet_anew(self, share):
+        """Lets some of the games go on as if their players had never met."""
+        number = torch.rand(self.game.num_envs, generator=self.generator, device=self.memory.device)
+        nobody = self.networks.others.start(self.game.num_envs).detach()
+        self.memory = torch.where((number < share)[:, None], nobody, self.memory)
 
     @torch.no_grad()
     def play(self, seen, restart=True):
@@ -1241,14 +1251,13 @@ class Imagination(Saved):
                    there, and the player's own model moves it.
         strangers  a share --strangers of the games. A partner's type is what the warm-up's inference knew of
                    a player at the end of a recorded meeting, and the warm-up's model moves it. It stays from
-                   episode to episode, EPISODES on average. (Models that self-play trains come to expect that
+                   episode to episode, MEETING on average. (Models that self-play trains come to expect that
                    whoever stands on the stag hunts it; one such hunt in twenty games makes waiting among hare
                    hunters look worth while.)
 
     In both the player's belief about its partners follows what they do, as in real games.
     """
 
-    EPISODES = 10
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
     saved = ("state", "memory", "types", "generator")
 
@@ -1356,7 +1365,7 @@ class Imagination(Saved):
         types, over = memory, self.table.for_pairs(over)[..., None]  # [P, num, 1]
         if self.strange:
             number = torch.rand(self.length, self.strange, generator=self.generator, device=over.device)
-            over[:, -self.strange:] &= self.table.for_pairs(number < 1 / self.EPISODES)[..., None]
+            over[:, -self.strange:] &= self.table.for_pairs(number < 1 / MEETING)[..., None]
             types, memory = torch.cat([memory, self.draw_types()], 1), torch.cat([memory, fresh], 1)
         self.memory = torch.where(over, memory, self.memory)
         self.types = torch.where(over, types, self.types)

@@ -266,6 +266,16 @@ def test_a_player_that_has_left_sees_nothing_until_the_next_episode(tmp_path):
     assert moved(table, [script.STAY] * 4)["seen"].all()  # the next episode
 
 
+def test_some_games_go_on_as_if_their_players_had_never_met(tmp_path):
+    table = table_of(flags(tmp_path), 400, 1)
+    table.memory = table.memory + 1
+    before = table.memory.clone()
+    table.meet_anew(0.25)
+    nobody = (table.memory == table.networks.others.start(400)).all(-1)
+    assert (nobody == nobody[:1]).all() and 60 < int(nobody[0].sum()) < 140
+    assert torch.equal(table.memory[:, ~nobody[0]], before[:, ~nobody[0]])
+
+
 def test_the_last_actions_of_an_episode_reach_the_belief(tmp_path):
     table = table_of(flags(tmp_path), 3, 1)
     memories = []
@@ -392,7 +402,7 @@ def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
 
 def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
     """Beliefs and partners' moves, worked out for each player, game and partner one by one."""
-    monkeypatch.setattr(script.Imagination, "EPISODES", 2)
+    monkeypatch.setattr(script, "MEETING", 2)
     args = flags(tmp_path, final_time=5, players=("hop", "ns", "hop"), num_steps=12, buffer_size=96, imagined_per_real=4.0)
     table = table_of(args, 4, 1)
     script.warm_up_goals(args, table, record := script.record_meetings(args))
