@@ -570,7 +570,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
 @pytest.mark.parametrize("changes", [
     {"search_model": "learned"},
     {"players": ("ns", "hop", "ns", "ns"), "goals": "zero", "search": "none", "imagined_per_real": 0.0, "num_simulations": 16,
-     "eval_episodes": 4000, "search_model": "learned"},
+     "eval_episodes": script.Args.eval_episodes, "search_model": "learned"},
     {"players": ("hop", "hop"), "search": "one-step", "height": 5, "width": 4, "max_blocks": 1, "hares": 2, "strangers": 0.0},
     {"players": ("hop", "ns", "mix:nh,random", "hop"), "selector": "min", "moa_samples": "rewarded", "num_trees": 1,
      "imagined_per_real": 0.0},
