@@ -134,7 +134,7 @@ class Args(RunArgs, GameArgs):
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
     """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
     mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
-    ppo_single_player.py)"""
+    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
     total_timesteps: int = 102_400
@@ -269,15 +269,14 @@ def check_flags(args):
         raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
     if args.mode == "train":
         check_search(args)
+        if hops < sum(map(is_hop, args.players)):
+            raise Refused(f"{asked}: players of another run can sit beside trained ones, in --mode adapt")
     for name in args.warmup_players:
         player_rule(name, "--warmup-players")
     played = args.num_envs * args.num_steps
     if args.buffer_size < played:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
                       f"(--num-envs {args.num_envs} x --num-steps {args.num_steps})")
-    if args.search_model == "learned" and args.dynamic_final_time:
-        raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee "
-                      "the deadline")
 
 
 def check_search(args):
@@ -731,6 +730,7 @@ def warm_up_world(args):
 #   cell [N, S], board [C+1, S], clock [S], deadline [S]   where the game stood, see BatchedStagHunt
 #   actions [N, S]                what the players asked for
 #   next_cell, next_board         where the game stands then
+#   next_left [S]                 how many steps are left then
 #   place [N, S]                  where each player went, a number of OFFSETS, or GONE
 #   reward [N, S]                 what each player got
 #   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
@@ -833,6 +833,7 @@ def record_step(game, actions):
     return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
             "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
             "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+            "next_left": game.deadline - game.clock,
             "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
 
 
@@ -886,10 +887,10 @@ class Table(Saved):
     def __init__(self, args, num_envs, seed, networks=None, model=None, episodes=1):
         n, device = len(args.players), args.device
         self.args, self.names = args, [f"player_{seat + 1}" for seat in range(n)]
-        self.hop_seats = [seat for seat, name in enumerate(args.players) if name == "hop"]
+        self.hop_seats = [seat for seat, name in enumerate(args.players) if is_hop(name)]
         self.trained_seats = [seat for seat, name in enumerate(args.players) if ".pt:" in name]
         self.game = make_game(args, num_envs, seed)
-        names = [None if name == "hop" or ".pt:" in name else name for name in args.players]
+        names = [None if is_hop(name) or ".pt:" in name else name for name in args.players]
         self.lineup = Lineup(names, self.game, seed, episodes)
         self.views = Views(args.height, args.width, n, args.final_time, device)
         self.seats = torch.tensor(self.hop_seats, device=device)  # [L]
@@ -1000,6 +1001,11 @@ class Table(Saved):
             self.game.reset(out["over"])
             self.lineup.reset(out["over"])
         return out
+
+
+def is_hop(name):
+    """Whether a HOP+ player sits there: hop, or runs/y:player_2, which another run has trained."""
+    return name == "hop" or os.path.isfile(os.path.join(name.rpartition(":")[0], "players.pt"))
 
 
 def board_of(args):
@@ -1250,16 +1256,19 @@ class Imagination(Saved):
         known      go on from the real games just played. A partner's type is what the player believes of it
                    there, and the player's own model moves it.
         strangers  a share --strangers of the games. A partner's type is what the warm-up's inference knew of
-                   a player at the end of a recorded meeting, and the warm-up's model moves it. It stays from
-                   episode to episode, MEETING on average. (Models that self-play trains come to expect that
-                   whoever stands on the stag hunts it; one such hunt in twenty games makes waiting among hare
-                   hunters look worth while.)
+                   a player at the end of a recorded meeting, and the warm-up's model moves it. In a share
+                   TREMBLING of the meetings their hands tremble: a share of their actions, from none to all,
+                   is drawn at random from the legal ones, so that they are like nobody on record. They stay
+                   from episode to episode, MEETING on average.
+                   (Models that self-play trains come to expect that whoever stands on the stag hunts it; one
+                   such hunt in twenty games makes waiting among hare hunters look worth while.)
 
     In both the player's belief about its partners follows what they do, as in real games.
     """
 
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
-    saved = ("state", "memory", "types", "generator")
+    TREMBLING = 0.25
+    saved = ("state", "memory", "types", "tremble", "generator")
 
     def __init__(self, args, table, replay):
         self.args, self.table, self.replay = args, table, replay
@@ -1267,7 +1276,7 @@ class Imagination(Saved):
         self.num = math.ceil(args.imagined_per_real * args.num_envs / self.length)
         self.strange = min(round(self.num * args.strangers), self.num - 1)  # these games come last
         self.generator = seeded(args.seed, "imagination", args.device)
-        self.state = self.memory = self.types = None
+        self.state = self.memory = self.types = self.tremble = None
 
     def starts(self, data, count, memory=None):
         """Draws `count` positions of recorded games for each player and step to come.
@@ -1289,10 +1298,19 @@ class Imagination(Saved):
         return states, memory
 
     def draw_types(self):
-        """Strangers for every game, should a meeting begin: [P, strange, H]."""
+        """Strangers for every game, should a meeting begin: types [P, strange, H], and the share of their
+        actions that is random [P, strange, 1]."""
         cast, shape = self.replay.cast[self.table.pairs], (self.length, self.strange)
         meeting = torch.randint(cast.shape[1], shape, generator=self.generator, device=cast.device)
-        return take(cast, self.table.for_pairs(meeting))
+        alike = self.chance(self.length, self.strange, 1) < 0.5  # all of a game tremble, or each on its own
+        common, own = self.chance(self.length, self.strange, 2), self.chance(len(cast), self.strange, 2)
+        shakes, level = torch.where(*map(self.table.for_pairs, (alike, common)), own).unbind(-1)
+        tremble = (shakes < self.TREMBLING) * (1.5 * level).clamp(max=1)
+        return take(cast, self.table.for_pairs(meeting)), tremble[..., None]
+
+    def chance(self, *shape):
+        """Numbers from 0 to 1."""
+        return torch.rand(shape, generator=self.generator, device=self.table.seats.device)
 
     @torch.no_grad()
     def play(self, real, num_steps):
@@ -1307,8 +1325,9 @@ class Imagination(Saved):
         begins = lambda t: {name: part[..., t, :, :].flatten(-2) for name, part in states.items()}
         if self.state is None:
             self.state = begins(0)
-            types = [memories[:, 0]] + ([self.draw_types()] if self.strange else [])
-            self.types, self.memory = torch.cat(types, 1), torch.cat([memories[:, 0], fresh], 1)
+            types, self.tremble = self.draw_types()
+            self.types = torch.cat([memories[:, 0], types], 1)
+            self.memory = torch.cat([memories[:, 0], fresh], 1)
         shape, steps, memory = (self.length, self.num), [], self.memory
         for t in range(num_steps):
             x, told, log_probs, value, others, tables = self.think()
@@ -1350,25 +1369,29 @@ class Imagination(Saved):
         mask, moved = views.mask(partners), []
         if split:
             goal, _ = networks.others.read(self.types[:, :split], hidden[:, :split])
-            moved.append(networks.others.act(first[:, :split] + goal @ networks.others.goal, mask[:, :split]))
+            first = first[:, :split] + goal @ networks.others.goal
+            moved.append(networks.others.act(first, mask[:, :split]).exp())
         if self.strange:
             known = networks.known  # one network moves all strangers, so they stand in one row
             row = lambda part: part[:, split:].flatten(0, 1)[None]
             first, hidden, _ = known.look(row(partners))
             goal, _ = known.read(row(self.types), hidden)
-            moved.append(known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS))
-        return x, told, log_probs, value, torch.cat(moved, 1).exp(), tables
+            meant = known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS).exp()
+            legal = mask[:, split:].float()
+            moved.append(meant + self.tremble * (legal / legal.sum(-1, keepdim=True) - meant))
+        return x, told, log_probs, value, torch.cat(moved, 1), tables
 
     def begin_again(self, over, state, memory, fresh):
         """Other positions where a game is over [L, num], and other partners where a meeting is."""
         self.state = {name: torch.where(over.flatten(), state[name], self.state[name]) for name in STATE}
-        types, over = memory, self.table.for_pairs(over)[..., None]  # [P, num, 1]
-        if self.strange:
-            number = torch.rand(self.length, self.strange, generator=self.generator, device=over.device)
-            over[:, -self.strange:] &= self.table.for_pairs(number < 1 / MEETING)[..., None]
-            types, memory = torch.cat([memory, self.draw_types()], 1), torch.cat([memory, fresh], 1)
-        self.memory = torch.where(over, memory, self.memory)
-        self.types = torch.where(over, types, self.types)
+        over = self.table.for_pairs(over)[..., None]  # [P, num, 1]
+        known, strange = over.split([self.num - self.strange, self.strange], 1)
+        strange &= self.table.for_pairs(self.chance(self.length, self.strange, 1)) < 1 / MEETING
+        types, tremble = self.draw_types()
+        new = torch.cat([known, strange], 1)
+        self.memory = torch.where(new, torch.cat([memory, fresh], 1), self.memory)
+        self.types = torch.where(new, torch.cat([memory, types], 1), self.types)
+        self.tremble = torch.where(strange, tremble, self.tremble)
 
 
 # ==================================================================================== learning
@@ -1809,6 +1832,7 @@ def model_exactness(table, real):
     true, true_reward, true_over = Rules(make_game(table.args, 1, 0)).step(state, joint)
     same = (guess["cell"] == true["cell"]).all(0) & (guess["board"] == true["board"]).all(0)
     same &= ((reward - true_reward).abs() < 0.01) & (over == true_over)
+    same &= guess["deadline"] == true["deadline"]
     return same[real["present"][table.hop_seats[0]].flatten()].float().mean()
 
 
@@ -1824,6 +1848,7 @@ def score_world(args, model, rows=20_000):
     paid = (reward - data["reward"][0]).abs() < 0.01
     whole = paid & (after["cell"] == data["next_cell"]).all(0) & (after["board"] == data["next_board"]).all(0)
     whole &= over == (data["terminated"][0] | data["over"])
+    whole &= after["deadline"] - after["clock"] == data["next_left"]
     there = data["cell"][0] < len(data["board"]) - 1
     return {"steps": whole[there].float().mean().item(), "rewards": paid[there].float().mean().item()}, rows
 
@@ -1907,15 +1932,21 @@ def load_players(args):
     return args, saved
 
 
-def seat_players(args, saved, num_envs, seed, episodes=1, learners=None):
-    """A table at which the k-th HOP+ seat has the networks of learners[k] (by default those of its seat)."""
-    table = Table(args, num_envs, seed, episodes=episodes)
+def seat_players(args, saved, num_envs, seed, episodes=1, learner=None):
+    """A table of trained players. One called hop has the networks of a learner of `saved`, by default the one
+    trained in its seat; players of other runs bring their own, and search with the same world model."""
+    table, weights = Table(args, num_envs, seed, episodes=episodes), []
     trained = [seat for seat, name in enumerate(saved["config"]["players"]) if name == "hop"]
-    learners = learners or [trained.index(seat) if seat in trained else 0 for seat in table.hop_seats]
-    for name, per in (("policy", 1), ("others", len(args.players) - 1)):
-        weights = {key: value.unflatten(0, (-1, per))[learners].flatten(0, 1)
-                   for key, value in saved["networks"][name].items()}
-        getattr(table.networks, name).load_state_dict(weights)
+    for seat in table.hop_seats:
+        if args.players[seat] == "hop":
+            own = trained.index(seat) if seat in trained else 0
+            weights.append(networks_of(saved, own if learner is None else learner))
+        else:
+            weights.append(load_guest(args, args.players[seat]))
+    for part in ("policy", "others"):
+        network = getattr(table.networks, part)
+        network.load_state_dict({key: torch.cat([each[part][key] for each in weights])
+                                 for key in network.state_dict()})
     table.memory = table.networks.others.start(num_envs).detach().clone()
     if args.search_model == "learned":
         world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
@@ -1923,11 +1954,36 @@ def seat_players(args, saved, num_envs, seed, episodes=1, learners=None):
     return table
 
 
+def networks_of(saved, learner):
+    """The weights of one player's networks, of all that players.pt holds."""
+    count = saved["config"]["players"].count("hop")
+    return {name: {key: value.unflatten(0, (count, -1))[learner] for key, value in part.items()}
+            for name, part in saved["networks"].items()}
+
+
+def load_guest(args, name):
+    """The networks of a HOP+ player of another run, runs/y:player_2."""
+    path, _, player = name.rpartition(":")
+    saved = load_checkpoint(os.path.join(path, "players.pt"), f"--players {name}", args.device)
+    config = saved["config"]
+    there = [f"player_{seat + 1}" for seat, name in enumerate(config["players"]) if name == "hop"]
+    if player not in there:
+        raise Refused(f"--players {name}: {path} holds {', '.join(there)}, not {player!r}")
+    for field in ("height", "width", "final_time", "goals", "goal_dim", "hypotheses", "hidden_size"):
+        if config[field] != getattr(args, field):
+            raise Refused(f"--players {name} was trained with {flag(field)} {config[field]}, here it is "
+                          f"{getattr(args, field)}")
+    if len(config["players"]) != len(args.players):
+        raise Refused(f"--players {name} was trained with {len(config['players'])} players, here are "
+                      f"{len(args.players)}")
+    return networks_of(saved, there.index(player))
+
+
 def play_meetings(args, saved, seat, learner, seed):
     """--meetings of --meeting-episodes, the trained player in one seat. -> its returns [meeting, episode]"""
     strangers = [name for name in args.players if name != "hop"]
     args = dataclasses.replace(args, players=(*strangers[:seat], "hop", *strangers[seat:]))
-    table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes, [learner])
+    table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes, learner)
     rows = torch.arange(args.meetings, device=args.device)
     episode = torch.zeros_like(rows)
     answer = torch.zeros(args.meetings, args.meeting_episodes, device=args.device)
@@ -1957,7 +2013,7 @@ def adapt(args):
     """A trained player among others, in each seat: policy, value and world model stay, beliefs go on within
     and across episodes."""
     args, saved = load_players(args)
-    Table(args, 1, args.seed)  # whatever is wrong with the players shows now
+    seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
     trained, half = saved["config"]["players"].count("hop"), args.meeting_episodes // 2
     folder = open_run(args)
     seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
@@ -2241,15 +2297,18 @@ class GoalPrior(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
 
+CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
+
+
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their log-weights. Each action seen adds its
-    log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear recurrence
-    (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the present
-    view. With `silent` all goals are 0.
+    probabilities for every view. The memory [P, B, H] holds their log-weights. After each action seen they
+    become (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a
+    player begins to play another way with that chance at each step, so that no past makes a belief certain
+    for ever. A goal is read from the weights and the present view. With `silent` all goals are 0.
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -2259,7 +2318,6 @@ class OtherModel(nn.Module):
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
         self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
-        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
         self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
@@ -2268,7 +2326,7 @@ class OtherModel(nn.Module):
 
     def start(self, num):
         """The memory of `num` players that were never seen: [P, num, H]."""
-        return self.prior.expand(-1, num, -1)
+        return self.prior.log_softmax(-1).expand(-1, num, -1)
 
     def look(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
@@ -2282,17 +2340,20 @@ class OtherModel(nn.Module):
     def remember(self, memory, table, action, seen):
         """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
         likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
-        after = torch.sigmoid(self.keep) * memory + likely
-        return torch.where(seen[..., None], after, memory)
+        return torch.where(seen[..., None], self.weigh(memory + likely), memory)
+
+    def weigh(self, joint):
+        """Log-weights from log p(hypothesis, action) [..., H]: Bayes' rule, then the chance of a change."""
+        return ((1 - CHANGE) * joint.softmax(-1) + CHANGE * self.prior.softmax(-1)).log()
 
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
         and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
-        keep, before = torch.sigmoid(self.keep), []
+        before = []
         for t in range(taken.shape[1]):
             before.append(memory)
-            memory = torch.where(seen[:, t, :, None], keep * memory + taken[:, t], memory)
+            memory = torch.where(seen[:, t, :, None], self.weigh(memory + taken[:, t]), memory)
         before = torch.stack(before, 1)
         return before, (before.log_softmax(-1) + taken).logsumexp(-1)
 
@@ -2362,6 +2423,7 @@ MOST_PLAYERS = 8  # a token has three bits for the number of others
 OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
 GONE = len(OFFSETS)  # a player's next place is one of the nine, or none
 CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how far the clock is told apart
+ONE_LESS = CLOCK_LEVELS[-1] + 1  # so many steps left stands for: one less than before, whatever that was
 
 
 def tokens(cell, board, actions):
@@ -2417,13 +2479,15 @@ class WorldModel(nn.Module):
     Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
     local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
     what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
-    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
-    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
-    is learned, by three small networks:
+    nothing changes; the ends depend on the clock and on whether anybody, any stag and any hare is left, and
+    how many steps are left on how many there were and on whether prey was caught. What the actions do, also
+    where they are not legal, who catches what, what is paid and when a game is over is learned, by four small
+    networks:
 
         local  token -> where the player goes; whether the stag and the hare of its cell stay
         pay    token -> what the player earns, and what it gives to each player on another cell
         end    who and what is left, the clock -> own game over, episode over
+        left   whether prey was caught, the steps left -> the steps left then: 0 to 64, or one less
     """
 
     def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
@@ -2433,6 +2497,7 @@ class WorldModel(nn.Module):
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
         self.pay = perceptron(inputs, hidden_size, 2)
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
+        self.left = perceptron(ONE_LESS, hidden_size, ONE_LESS + 1)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
         self.register_buffer("gives", torch.tensor(gives))
@@ -2453,6 +2518,11 @@ class WorldModel(nn.Module):
         level = torch.tensor(CLOCK_LEVELS, device=clock.device)
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
+
+    def read_left(self, caught, steps_left):
+        """Whether prey was caught [B], the steps left before -> logits of the steps left then [B, 66]."""
+        level = torch.arange(1, ONE_LESS, device=steps_left.device)
+        return self.left(torch.cat([caught[:, None], steps_left[:, None] >= level], 1).float())
 
     def earned(self, pay, cell, cells):
         """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
@@ -2493,11 +2563,15 @@ class WorldModel(nn.Module):
         reward = self.earned(pay, cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
         reward = (reward.square() * weight[:egos]).sum() / weight[:egos].sum()
 
+        steps_left = rows["deadline"] - rows["clock"]
         end = self.read_end(*what_is_left(rows["next_cell"], rows["next_board"]), rows["clock"],
-                            rows["deadline"] - rows["clock"])[:egos]
+                            steps_left)[:egos]
         target = torch.stack([rows["terminated"], rows["over"].expand(egos, -1)], -1).float()
         end = F.binary_cross_entropy_with_logits(end, target, reduction="none").sum(-1)[present[:egos]].mean()
-        return {"planes": torch.cat(planes), "reward": reward, "end": end}
+        left = self.read_left((board != rows["next_board"]).any(0), steps_left)
+        left_then = torch.where(rows["next_left"] == steps_left - 1, ONE_LESS, rows["next_left"])
+        return {"planes": torch.cat(planes), "reward": reward,
+                "end": end + F.cross_entropy(left, left_then.clamp(max=ONE_LESS))}
 
     @torch.no_grad()
     def shrink(self, size):
@@ -2537,6 +2611,9 @@ class WorldTables:
         left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
         clock, steps_left = number // self.times % self.times, number % self.times
         self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
+        number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
+        self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
+        self.hurries = bool((self.left != ONE_LESS).any())
 
     def tabulate_tokens(self, n, actions):
         """Tables that lead to the rows, and the token of each row: [rows]."""
@@ -2570,16 +2647,21 @@ class WorldTables:
         if self.gives:
             given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
             reward = settle(reward + given * (small[0] < self.cells), self.rewards)
-        board = board.scatter_reduce(0, cell, legal & look_up(self.kept, row), "amin")
+        kept = legal & look_up(self.kept, row)
+        board = board.scatter_reduce(0, cell, kept, "amin")
         cell = look_up(self.reach, look_up(self.place, row) + cell)
 
         own, left = what_is_left(cell, board)
         number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
         for time in (clock, state["deadline"] - clock):
             number = number * self.times + time.clamp(0, self.times - 1)
-        over = look_up(self.over, number)
+        over, deadline = look_up(self.over, number), state["deadline"]
+        if self.hurries:
+            steps_left = (deadline - clock).clamp(0, self.times - 1)
+            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
+            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
         return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
-                "deadline": state["deadline"]}, reward, over
+                "deadline": deadline}, reward, over
 
 
 # ======================================================================================== game

@@ -1177,15 +1177,18 @@ class GoalDecoder(nn.Module):
         return torch.cat([there[..., :views.first_previous], there[..., views.first_cell:views.first_legal]], -1)
 
 
+CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
+
+
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their log-weights. Each action seen adds its
-    log-likelihood, after a little has been forgotten: h' = f * h + log p(action | view), a linear recurrence
-    (as in Feng et al. 2024, "Were RNNs all we needed?"). A goal is read from the weights and the present
-    view. With `silent` all goals are 0.
+    probabilities for every view. The memory [P, B, H] holds their log-weights. After each action seen they
+    become (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a
+    player begins to play another way with that chance at each step, so that no past makes a belief certain
+    for ever. A goal is read from the weights and the present view. With `silent` all goals are 0.
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -1195,7 +1198,6 @@ class OtherModel(nn.Module):
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
         self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
-        self.keep = nn.Parameter(torch.full((num_models, 1, hypotheses), 5.0))  # f before the sigmoid
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
         self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
@@ -1204,7 +1206,7 @@ class OtherModel(nn.Module):
 
     def start(self, num):
         """The memory of `num` players that were never seen: [P, num, H]."""
-        return self.prior.expand(-1, num, -1)
+        return self.prior.log_softmax(-1).expand(-1, num, -1)
 
     def look(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
@@ -1215,14 +1217,18 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
+    def weigh(self, joint):
+        """Log-weights from log p(hypothesis, action) [..., H]: Bayes' rule, then the chance of a change."""
+        return ((1 - CHANGE) * joint.softmax(-1) + CHANGE * self.prior.softmax(-1)).log()
+
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
         and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
-        keep, before = torch.sigmoid(self.keep), []
+        before = []
         for t in range(taken.shape[1]):
             before.append(memory)
-            memory = torch.where(seen[:, t, :, None], keep * memory + taken[:, t], memory)
+            memory = torch.where(seen[:, t, :, None], self.weigh(memory + taken[:, t]), memory)
         before = torch.stack(before, 1)
         return before, (before.log_softmax(-1) + taken).logsumexp(-1)
 

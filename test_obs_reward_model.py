@@ -296,7 +296,7 @@ def print_metrics(results):
     for kind, right in results["reward_exact_by_catch"].items():
         print(f"  {kind}: {percent(right['exact'])} of {right['rows']}")
     print(f"ends right: {percent(results['end_exact'])} (own game {percent(results['own_end'])}, "
-          f"episode {percent(results['episode_end'])})")
+          f"episode {percent(results['episode_end'])}, steps left {percent(results['steps_left'])})")
     print(f"legal actions of the predicted view right: {percent(results['legal_exact'])}")
 
 
@@ -449,10 +449,12 @@ class Totals:
         right = reward_error.abs() <= 0.01
         own = (out["terminated"] > 0.5) == rows["terminated"][0]
         episode = (out["over"] > 0.5) == rows["over"]
+        left = out["steps_left"] == rows["next_left"]
         for key, value in {
                 "plane_mse": error.square().mean((1, 2)), "reward_mse": reward_error.double().square(),
                 "exact": ((view > 0.5) == true).flatten(1).all(1), "reward_exact": right,
-                "end_exact": own & episode, "own_end": own, "episode_end": episode,
+                "end_exact": own & episode & left, "own_end": own, "episode_end": episode,
+                "steps_left": left,
                 "legal_exact": (legal_actions(view) == legal_actions(true)).all(1)}.items():
             self.sums[key] = self.sums.get(key, 0) + value.double().sum(0).cpu()
         for kind, where in count_breaches(rows, view, reward, self.args).items():
@@ -497,16 +499,16 @@ def roll_out(model, rows, starts, steps, args):
     -> exact so far [step, B] (every cell of every view until then), breaches of any rule [B], the views [step
     + 1]
     """
-    view = views_of(pick(rows, starts))
+    first = pick(rows, starts)
+    view, left = views_of(first), first["deadline"] - first["clock"]
     exact, breached, views, so_far = [], 0, [view.float()], True
     for step in range(steps):
         true = pick(rows, starts + step)
-        left = true["deadline"] - true["clock"]
         out = model(view, rotated(true["actions"], args).T, true["clock"], left)
         cell, board = pack(view)
         breaches = count_breaches({**true, "cell": cell, "board": board}, out["view"], out["reward"], args)
         breached = breached + sum(where.long() for where in breaches.values())
-        view = (out["view"] > 0.5).to(torch.uint8)
+        view, left = (out["view"] > 0.5).to(torch.uint8), out["steps_left"]
         so_far = so_far & (view == views_of(true, after=True)).flatten(1).all(1)
         exact.append(so_far)
         views.append(out["view"])
@@ -520,6 +522,7 @@ def tables_exact(model, rows):
     right = (state["cell"] == rows["next_cell"]).all(0) & (state["board"] == rows["next_board"]).all(0)
     right &= (reward - rows["reward"][0]).abs() <= 0.01
     right &= over == rows["terminated"][0] | rows["over"]
+    right &= state["deadline"] - state["clock"] == rows["next_left"]
     return right.double().mean().item()
 
 
@@ -665,6 +668,7 @@ def imagined_episode(args, model, rows):
 #   cell [N, S], board [C+1, S], clock [S], deadline [S]   where the game stood, see BatchedStagHunt
 #   actions [N, S]                what the players asked for
 #   next_cell, next_board         where the game stands then
+#   next_left [S]                 how many steps are left then
 #   place [N, S]                  where each player went, a number of OFFSETS, or GONE
 #   reward [N, S]                 what each player got
 #   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
@@ -767,6 +771,7 @@ def record_step(game, actions):
     return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
             "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
             "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+            "next_left": game.deadline - game.clock,
             "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
 
 
@@ -825,12 +830,13 @@ def plane_names(num_players):
 #   observation, next_observation  uint8 [S, H, W, N+3]   players ego first, obstacles, stags, hares
 #   actions                        int   [S, N]           what all asked for, in the order of the planes
 #   step, steps_left               int   [S]              the clock before the step
+#   next_steps_left                int   [S]              after it; where it is missing: one less
 #   reward                         float [S] or [S, N]    one's own, or everybody's
 #   terminated                     bool  [S] or [S, N]    whether one's own game, or whose, ended in the step
 #   over                           bool  [S]              whether the episode did
 #   episode                        int   [S]              rows of one episode stand together, in order
-DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_observation", "reward", "terminated",
-             "over", "episode")
+DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_steps_left", "next_observation", "reward",
+             "terminated", "over", "episode")
 
 
 def load_data(path, asked, device="cpu"):
@@ -842,6 +848,8 @@ def load_data(path, asked, device="cpu"):
             columns = {name: file[name] for name in file.files}
     except Exception as error:
         raise Refused(f"{asked}: {path} is no .npz file of arrays ({type(error).__name__})") from error
+    if "steps_left" in columns:
+        columns.setdefault("next_steps_left", columns["steps_left"] - 1)
     check_data(columns, asked)
     height, width = columns["observation"].shape[1:3]
     read = lambda name, kind: torch.from_numpy(columns[name].astype(kind)).to(device)
@@ -849,7 +857,8 @@ def load_data(path, asked, device="cpu"):
                                               ("observation", "next_observation"))
     rows = {"cell": cell, "board": board, "clock": read("step", np.int64),
             "deadline": read("step", np.int64) + read("steps_left", np.int64),
-            "actions": read("actions", np.int64).T, "next_cell": next_cell, "next_board": next_board,
+            "next_left": read("next_steps_left", np.int64), "actions": read("actions", np.int64).T,
+            "next_cell": next_cell, "next_board": next_board,
             "place": place_of(cell, next_cell, width, height * width),
             "reward": read("reward", np.float32).reshape(len(cell.T), -1).T,
             "terminated": read("terminated", bool).reshape(len(cell.T), -1).T, "over": read("over", bool),
@@ -910,6 +919,7 @@ MOST_PLAYERS = 8  # a token has three bits for the number of others
 OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
 GONE = len(OFFSETS)  # a player's next place is one of the nine, or none
 CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how far the clock is told apart
+ONE_LESS = CLOCK_LEVELS[-1] + 1  # so many steps left stands for: one less than before, whatever that was
 
 
 def tokens(cell, board, actions):
@@ -965,13 +975,15 @@ class WorldModel(nn.Module):
     Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
     local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
     what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
-    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
-    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
-    is learned, by three small networks:
+    nothing changes; the ends depend on the clock and on whether anybody, any stag and any hare is left, and
+    how many steps are left on how many there were and on whether prey was caught. What the actions do, also
+    where they are not legal, who catches what, what is paid and when a game is over is learned, by four small
+    networks:
 
         local  token -> where the player goes; whether the stag and the hare of its cell stay
         pay    token -> what the player earns, and what it gives to each player on another cell
         end    who and what is left, the clock -> own game over, episode over
+        left   whether prey was caught, the steps left -> the steps left then: 0 to 64, or one less
     """
 
     def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
@@ -981,6 +993,7 @@ class WorldModel(nn.Module):
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
         self.pay = perceptron(inputs, hidden_size, 2)
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
+        self.left = perceptron(ONE_LESS, hidden_size, ONE_LESS + 1)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
         self.register_buffer("gives", torch.tensor(gives))
@@ -1002,6 +1015,11 @@ class WorldModel(nn.Module):
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
 
+    def read_left(self, caught, steps_left):
+        """Whether prey was caught [B], the steps left before -> logits of the steps left then [B, 66]."""
+        level = torch.arange(1, ONE_LESS, device=steps_left.device)
+        return self.left(torch.cat([caught[:, None], steps_left[:, None] >= level], 1).float())
+
     def earned(self, pay, cell, cells):
         """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
         other cells [N, B]."""
@@ -1013,8 +1031,9 @@ class WorldModel(nn.Module):
     def forward(self, view, actions, step, steps_left):
         """What the ego sees next, from its view [B, H, W, N+3] and all players' actions [B, N], itself first.
 
-        -> dict of view [B, H, W, N+3], reward [B], terminated [B] (own game), over [B] (episode); all but the
-        reward are probabilities. The view is rounded first, and its legal moves are computed (`legal_bytes`).
+        -> dict of view [B, H, W, N+3], reward [B], terminated [B] (own game), over [B] (episode), steps_left
+        [B]; view and ends are probabilities. The view is rounded first, and its legal moves are computed
+        (`pack`).
         """
         height, width = view.shape[1:3]
         cell, board = pack(view)
@@ -1033,8 +1052,12 @@ class WorldModel(nn.Module):
         planes = torch.cat([players, ground])[..., :-1].unflatten(2, (height, width)).permute(1, 2, 3, 0)
 
         reward = settle(self.earned(pay[which], cell, height * width)[0] * self.scale, self.rewards)
-        end = self.read_end(*what_is_left(*pack(planes)), step, steps_left)[0].sigmoid()
-        return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1]}
+        next_cell, next_board = pack(planes)
+        end = self.read_end(*what_is_left(next_cell, next_board), step, steps_left)[0].sigmoid()
+        left = self.read_left(((board ^ next_board) >= STAG_BIT).any(0), steps_left).argmax(1)
+        left = torch.where(left == ONE_LESS, steps_left - 1, left)
+        return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1],
+                "steps_left": left}
 
     @torch.no_grad()
     def tabulate(self, height, width, num_players):
@@ -1072,6 +1095,9 @@ class WorldTables:
         left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
         clock, steps_left = number // self.times % self.times, number % self.times
         self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
+        number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
+        self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
+        self.hurries = bool((self.left != ONE_LESS).any())
 
     def tabulate_tokens(self, n, actions):
         """Tables that lead to the rows, and the token of each row: [rows]."""
@@ -1105,16 +1131,21 @@ class WorldTables:
         if self.gives:
             given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
             reward = settle(reward + given * (small[0] < self.cells), self.rewards)
-        board = board.scatter_reduce(0, cell, legal & look_up(self.kept, row), "amin")
+        kept = legal & look_up(self.kept, row)
+        board = board.scatter_reduce(0, cell, kept, "amin")
         cell = look_up(self.reach, look_up(self.place, row) + cell)
 
         own, left = what_is_left(cell, board)
         number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
         for time in (clock, state["deadline"] - clock):
             number = number * self.times + time.clamp(0, self.times - 1)
-        over = look_up(self.over, number)
+        over, deadline = look_up(self.over, number), state["deadline"]
+        if self.hurries:
+            steps_left = (deadline - clock).clamp(0, self.times - 1)
+            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
+            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
         return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
-                "deadline": state["deadline"]}, reward, over
+                "deadline": deadline}, reward, over
 
 
 # ======================================================================================== game

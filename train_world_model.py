@@ -418,6 +418,7 @@ def split_rows(rows, many, name):
 #   cell [N, S], board [C+1, S], clock [S], deadline [S]   where the game stood, see BatchedStagHunt
 #   actions [N, S]                what the players asked for
 #   next_cell, next_board         where the game stands then
+#   next_left [S]                 how many steps are left then
 #   place [N, S]                  where each player went, a number of OFFSETS, or GONE
 #   reward [N, S]                 what each player got
 #   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
@@ -520,6 +521,7 @@ def record_step(game, actions):
     return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
             "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
             "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+            "next_left": game.deadline - game.clock,
             "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
 
 
@@ -596,18 +598,20 @@ def plane_names(num_players):
 #   observation, next_observation  uint8 [S, H, W, N+3]   players ego first, obstacles, stags, hares
 #   actions                        int   [S, N]           what all asked for, in the order of the planes
 #   step, steps_left               int   [S]              the clock before the step
+#   next_steps_left                int   [S]              after it; where it is missing: one less
 #   reward                         float [S] or [S, N]    one's own, or everybody's
 #   terminated                     bool  [S] or [S, N]    whether one's own game, or whose, ended in the step
 #   over                           bool  [S]              whether the episode did
 #   episode                        int   [S]              rows of one episode stand together, in order
-DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_observation", "reward", "terminated",
-             "over", "episode")
+DATA_KEYS = ("observation", "actions", "step", "steps_left", "next_steps_left", "next_observation", "reward",
+             "terminated", "over", "episode")
 
 
 def save_data(path, rows):
     """Writes rows as a .npz file of planes."""
     columns = {"observation": views_of(rows), "next_observation": views_of(rows, after=True),
-               "step": rows["clock"], "steps_left": rows["deadline"] - rows["clock"]}
+               "step": rows["clock"], "steps_left": rows["deadline"] - rows["clock"],
+               "next_steps_left": rows["next_left"]}
     columns |= {name: rows[name].T for name in ("actions", "reward", "terminated")}
     columns |= {name: rows[name] for name in ("over", "episode")}
     np.savez_compressed(path, **{name: part.cpu().numpy() for name, part in columns.items()})
@@ -622,6 +626,8 @@ def load_data(path, asked, device="cpu"):
             columns = {name: file[name] for name in file.files}
     except Exception as error:
         raise Refused(f"{asked}: {path} is no .npz file of arrays ({type(error).__name__})") from error
+    if "steps_left" in columns:
+        columns.setdefault("next_steps_left", columns["steps_left"] - 1)
     check_data(columns, asked)
     height, width = columns["observation"].shape[1:3]
     read = lambda name, kind: torch.from_numpy(columns[name].astype(kind)).to(device)
@@ -629,7 +635,8 @@ def load_data(path, asked, device="cpu"):
                                               ("observation", "next_observation"))
     rows = {"cell": cell, "board": board, "clock": read("step", np.int64),
             "deadline": read("step", np.int64) + read("steps_left", np.int64),
-            "actions": read("actions", np.int64).T, "next_cell": next_cell, "next_board": next_board,
+            "next_left": read("next_steps_left", np.int64), "actions": read("actions", np.int64).T,
+            "next_cell": next_cell, "next_board": next_board,
             "place": place_of(cell, next_cell, width, height * width),
             "reward": read("reward", np.float32).reshape(len(cell.T), -1).T,
             "terminated": read("terminated", bool).reshape(len(cell.T), -1).T, "over": read("over", bool),
@@ -683,6 +690,7 @@ def measure(model, rows):
         true, reward_error = views_of(part, after=True), out["reward"] - part["reward"][0]
         ends = (out["terminated"] > 0.5) == part["terminated"][0]
         ends &= (out["over"] > 0.5) == part["over"]
+        ends &= out["steps_left"] == part["next_left"]
         sums = {"obs_mse": (out["view"] - true).double().square().mean((1, 2, 3)),
                 "reward_mse": reward_error.double().square(),
                 "exact": ((out["view"] > 0.5) == true).flatten(1).all(1),
@@ -703,6 +711,7 @@ MOST_PLAYERS = 8  # a token has three bits for the number of others
 OFFSETS = tuple((down, right) for down in (-1, 0, 1) for right in (-1, 0, 1))  # number 4 is the cell itself
 GONE = len(OFFSETS)  # a player's next place is one of the nine, or none
 CLOCK_LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)  # how far the clock is told apart
+ONE_LESS = CLOCK_LEVELS[-1] + 1  # so many steps left stands for: one less than before, whatever that was
 
 
 def tokens(cell, board, actions):
@@ -758,13 +767,15 @@ class WorldModel(nn.Module):
     Given, as to a player, is which actions are legal on each cell before the move. Given, too, is that all is
     local: what becomes of a player and of the prey on its cell depends on what is legal on that cell and on
     what those on it ask for; a player goes to one of the nine cells around it or leaves; where nobody stands
-    nothing changes; and the ends depend on the clock and on whether anybody, any stag and any hare is left.
-    What the actions do, also where they are not legal, who catches what, what is paid and when a game is over
-    is learned, by three small networks:
+    nothing changes; the ends depend on the clock and on whether anybody, any stag and any hare is left, and
+    how many steps are left on how many there were and on whether prey was caught. What the actions do, also
+    where they are not legal, who catches what, what is paid and when a game is over is learned, by four small
+    networks:
 
         local  token -> where the player goes; whether the stag and the hare of its cell stay
         pay    token -> what the player earns, and what it gives to each player on another cell
         end    who and what is left, the clock -> own game over, episode over
+        left   whether prey was caught, the steps left -> the steps left then: 0 to 64, or one less
     """
 
     def __init__(self, hidden_size=64, rewards=(0.0, 1.0), gives=True):
@@ -774,6 +785,7 @@ class WorldModel(nn.Module):
         self.local = perceptron(inputs, hidden_size, GONE + 1 + 2)
         self.pay = perceptron(inputs, hidden_size, 2)
         self.end = perceptron(4 + 2 * len(CLOCK_LEVELS), hidden_size, 2)
+        self.left = perceptron(ONE_LESS, hidden_size, ONE_LESS + 1)
         self.register_buffer("rewards", torch.tensor(sorted(rewards)))
         self.register_buffer("scale", self.rewards.abs().max().clamp(min=1e-6))
         self.register_buffer("gives", torch.tensor(gives))
@@ -794,6 +806,11 @@ class WorldModel(nn.Module):
         level = torch.tensor(CLOCK_LEVELS, device=clock.device)
         x = torch.cat([left.T, clock[:, None] >= level, steps_left[:, None] >= level], 1)
         return self.end(torch.cat([own[..., None], x.expand(*own.shape, -1)], -1).float())
+
+    def read_left(self, caught, steps_left):
+        """Whether prey was caught [B], the steps left before -> logits of the steps left then [B, 66]."""
+        level = torch.arange(1, ONE_LESS, device=steps_left.device)
+        return self.left(torch.cat([caught[:, None], steps_left[:, None] >= level], 1).float())
 
     def earned(self, pay, cell, cells):
         """What each player gets, from pay [N, B, 2] of `read`: its own earnings and the gifts of those on
@@ -828,11 +845,15 @@ class WorldModel(nn.Module):
         reward = self.earned(pay, cell, len(board) - 1)[:egos] - rows["reward"] / self.scale
         reward = (reward.square() * weight[:egos]).sum() / weight[:egos].sum()
 
+        steps_left = rows["deadline"] - rows["clock"]
         end = self.read_end(*what_is_left(rows["next_cell"], rows["next_board"]), rows["clock"],
-                            rows["deadline"] - rows["clock"])[:egos]
+                            steps_left)[:egos]
         target = torch.stack([rows["terminated"], rows["over"].expand(egos, -1)], -1).float()
         end = F.binary_cross_entropy_with_logits(end, target, reduction="none").sum(-1)[present[:egos]].mean()
-        return {"planes": torch.cat(planes), "reward": reward, "end": end}
+        left = self.read_left((board != rows["next_board"]).any(0), steps_left)
+        left_then = torch.where(rows["next_left"] == steps_left - 1, ONE_LESS, rows["next_left"])
+        return {"planes": torch.cat(planes), "reward": reward,
+                "end": end + F.cross_entropy(left, left_then.clamp(max=ONE_LESS))}
 
     @torch.no_grad()
     def shrink(self, size):
@@ -844,8 +865,9 @@ class WorldModel(nn.Module):
     def forward(self, view, actions, step, steps_left):
         """What the ego sees next, from its view [B, H, W, N+3] and all players' actions [B, N], itself first.
 
-        -> dict of view [B, H, W, N+3], reward [B], terminated [B] (own game), over [B] (episode); all but the
-        reward are probabilities. The view is rounded first, and its legal moves are computed (`legal_bytes`).
+        -> dict of view [B, H, W, N+3], reward [B], terminated [B] (own game), over [B] (episode), steps_left
+        [B]; view and ends are probabilities. The view is rounded first, and its legal moves are computed
+        (`pack`).
         """
         height, width = view.shape[1:3]
         cell, board = pack(view)
@@ -864,8 +886,12 @@ class WorldModel(nn.Module):
         planes = torch.cat([players, ground])[..., :-1].unflatten(2, (height, width)).permute(1, 2, 3, 0)
 
         reward = settle(self.earned(pay[which], cell, height * width)[0] * self.scale, self.rewards)
-        end = self.read_end(*what_is_left(*pack(planes)), step, steps_left)[0].sigmoid()
-        return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1]}
+        next_cell, next_board = pack(planes)
+        end = self.read_end(*what_is_left(next_cell, next_board), step, steps_left)[0].sigmoid()
+        left = self.read_left(((board ^ next_board) >= STAG_BIT).any(0), steps_left).argmax(1)
+        left = torch.where(left == ONE_LESS, steps_left - 1, left)
+        return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1],
+                "steps_left": left}
 
     @torch.no_grad()
     def tabulate(self, height, width, num_players):
@@ -903,6 +929,9 @@ class WorldTables:
         left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
         clock, steps_left = number // self.times % self.times, number % self.times
         self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
+        number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
+        self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
+        self.hurries = bool((self.left != ONE_LESS).any())
 
     def tabulate_tokens(self, n, actions):
         """Tables that lead to the rows, and the token of each row: [rows]."""
@@ -936,16 +965,21 @@ class WorldTables:
         if self.gives:
             given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
             reward = settle(reward + given * (small[0] < self.cells), self.rewards)
-        board = board.scatter_reduce(0, cell, legal & look_up(self.kept, row), "amin")
+        kept = legal & look_up(self.kept, row)
+        board = board.scatter_reduce(0, cell, kept, "amin")
         cell = look_up(self.reach, look_up(self.place, row) + cell)
 
         own, left = what_is_left(cell, board)
         number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
         for time in (clock, state["deadline"] - clock):
             number = number * self.times + time.clamp(0, self.times - 1)
-        over = look_up(self.over, number)
+        over, deadline = look_up(self.over, number), state["deadline"]
+        if self.hurries:
+            steps_left = (deadline - clock).clamp(0, self.times - 1)
+            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
+            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
         return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
-                "deadline": state["deadline"]}, reward, over
+                "deadline": deadline}, reward, over
 
 
 # ======================================================================================== game

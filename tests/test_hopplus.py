@@ -717,3 +717,32 @@ def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words):
     assert done.returncode == 2, done.stderr
     assert words in done.stderr and len(lines) == 1, done.stderr
     assert not (tmp_path / "runs").exists()
+
+
+def test_the_learned_model_foresees_a_deadline_that_moves(monkeypatch):
+    for name, value in (("WORLD_STEPS", 3000), ("WORLD_UPDATES", 300)):
+        monkeypatch.setattr(script, name, value)
+    args = script.Args(dynamic_final_time=True)
+    model, _ = script.warm_up_world(args)
+    tables = script.WorldTables(model, args.height, args.width, len(args.players))
+    assert tables.hurries
+    data = script.collect(script.board_of(args), 5_000, 77)
+    after, _, _ = tables.step(data, data["actions"])
+    right = after["deadline"] - after["clock"] == data["next_left"]
+    moved = data["next_left"] < data["deadline"] - data["clock"] - 1
+    assert moved.any() and right[moved].float().mean() > 0.98 and right.float().mean() > 0.995
+
+
+def test_beliefs_follow_a_player_that_changes():
+    """After any past a belief is open to another one: evidence of ten steps outweighs that of a thousand."""
+    views = script.Views(4, 4, 4, 35)
+    model = script.OtherModel(1, views, 16, 4, 2, seed=1)
+    table = torch.log(torch.tensor([[0.9, 0.1], [0.1, 0.9]]))[:, None, None].repeat(1, 1, 1, 1)  # [action, 1, 1, H]
+    memory = model.start(1)
+    seen = torch.ones(1, 1, dtype=torch.bool)
+    for _ in range(1000):
+        memory = model.remember(memory, table, torch.zeros(1, 1, dtype=torch.int64), seen)
+    assert memory.softmax(-1)[0, 0, 0] > 0.99
+    for _ in range(10):
+        memory = model.remember(memory, table, torch.ones(1, 1, dtype=torch.int64), seen)
+    assert memory.softmax(-1)[0, 0, 1] > 0.99

@@ -165,7 +165,6 @@ def test_what_fills_up_a_lesson_changes_nothing(samples, args, run_of):
 def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
     known = run_of.known
     torch.nn.init.normal_(known.prior)
-    torch.nn.init.constant_(known.keep, 50.0)  # nothing is forgotten
     likely = vae.infer_goals(known, lesson_of(args, run_of, samples))[3][0].exp().view(-1, 20)
     for place in range(20):
         belief = known.prior[0, 0].softmax(-1)
@@ -175,6 +174,7 @@ def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
             of_action = likelihood[samples["action"][row]]
             torch.testing.assert_close(likely[step, place], of_action @ belief, atol=1e-5, rtol=1e-3)
             belief = belief * of_action / (belief * of_action).sum()
+            belief = (1 - vae.CHANGE) * belief + vae.CHANGE * known.prior[0, 0].softmax(-1)
 
 
 def test_only_the_past_enters_the_inferred_goal(samples, args, run_of):

@@ -1,0 +1,297 @@
+"""Does a trained player get on with whoever comes? HOP+ and its rivals among fifteen line-ups on four boards.
+
+    python benchmark/adaptation.py --quick                     one seed, fewer meetings
+    python benchmark/adaptation.py                             everything, over night
+    python benchmark/adaptation.py --only hop ppo-mixes --boards open scarce --seeds 1 2 3
+
+Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
+player meets the same three others for fifty episodes, in each seat. A run that is finished is not made again, one
+that was stopped is resumed. What is known so far is in `<folder>/adaptation.md` and `.csv` after every run, with a
+picture of the return by episode for each board.
+
+The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
+was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these
+three, or whoever of this table does better. `<folder>/references.json` holds both, and who it was.
+"""
+
+import csv
+import dataclasses
+import json
+import os
+import sys
+
+import numpy as np
+import tyro
+
+from ppo import any_unknown, keep, run
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+BOARDS = {
+    "open": "",
+    "scarce": "--hares 2 --final-time 12",
+    "wide": "--height 8 --width 8",
+    "hurried": "--height 8 --width 8 --dynamic-final-time",
+}
+PPO = "ppo_single_player.py"
+HOP = "hopplus_selfplay.py"
+KNOWN = " ".join(["mix:ns,nh,noisy-ns,noisy-nh"] * 3)
+EVERYBODY = " ".join(["mix:ns,nh,nsh,random,noisy-ns,noisy-nh,switch-ns-nh,switch-nh-ns"] * 3)
+MEMORY = "--memory gru --meeting-episodes 20"
+# The trained players: script, flags of the training, flags of --mode adapt.
+AGENTS = {
+    "hop": (HOP, "", ""),
+    "goals-zero": (HOP, "--goals zero", ""),
+    "no-search": (HOP, "--search none", ""),
+    "no-imagination": (HOP, "--imagined-per-real 0", ""),
+    "ppo-mixes": (PPO, f"--players ppo {KNOWN}", ""),
+    "ppo-memory": (PPO, f"--players ppo {KNOWN} {MEMORY}", ""),
+    "upper-bound": (PPO, f"--players ppo {EVERYBODY} {MEMORY}", ""),
+}
+# The rules as they are, and the patient ones of which the best K of the board counts.
+RULES = ("ns", "nh", "nsh", *(f"patient-{steps}" for steps in (2, 4, 6, 8, 12, 16, 22, 28)))
+POOR = ("nh nh nh", "nh nh random", "random random random", "switch-ns-nh switch-ns-nh switch-ns-nh",
+        "switch-nh-ns switch-nh-ns switch-nh-ns")
+LINE_UPS = ("ns ns ns", "nh ns random", "ns ns random", "ns nh nh", "ns random random", "nsh nsh nsh",
+            "noisy-ns noisy-ns noisy-ns", "noisy-nh noisy-nh noisy-nh", *POOR, "PPO PPO PPO", "HOP HOP HOP")
+EPISODES = 50
+SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(40, 50)}
+
+
+@dataclasses.dataclass
+class Args:
+    only: tuple[str, ...] = ()
+    """trained players of the table (default: all)"""
+    boards: tuple[str, ...] = tuple(BOARDS)
+    """boards of the table"""
+    seeds: tuple[int, ...] = (1, 2, 3)
+    """seeds of each training"""
+    meetings: int = 100
+    """meetings in each seat"""
+    quick: bool = False
+    """one seed, a quarter of the meetings, only HOP+ and PPO on mixes"""
+    folder: str = os.path.join("runs", "benchmark-adaptation")
+    """where the runs, the table and the pictures go"""
+    flags: str = ""
+    """further flags for every training run"""
+
+
+class Table:
+    """All that is known so far: by board, player, seed and line-up the mean return of each episode."""
+
+    def __init__(self, args):
+        self.args, self.returns, self.references = args, {}, {}
+        self.path = os.path.join(args.folder, "references.json")
+        if os.path.isfile(self.path):
+            with open(self.path, encoding="utf-8") as file:
+                self.references = json.load(file)
+
+    def add(self, board, agent, seed, others, episodes):
+        """Takes in a player's returns; who earns more than anybody before is the new 1."""
+        self.returns[board, agent, seed, others] = np.array(episodes)
+        known = self.references[board].setdefault(others, {"random": None, "best": -np.inf, "by": None})
+        later = float(np.mean(episodes[10:]))
+        if agent == "random":
+            known["random"] = later
+        elif later > known["best"]:
+            known |= {"best": later, "by": agent}
+        with open(self.path, "w", encoding="utf-8") as file:
+            json.dump(self.references, file, indent=2)
+
+    def score(self, key):
+        """The scores of a player by episode [50], of one board, player, seed and line-up."""
+        known = self.references[key[0]][key[3]]
+        return (self.returns[key] - known["random"]) / max(known["best"] - known["random"], 1e-9)
+
+    def scores(self, board, agent, span, others=None):
+        """Scores of one span of episodes: [seed, line-up]."""
+        keys = [key for key in self.returns if key[:2] == (board, agent) and (not others or key[3] in others)]
+        seeds, met = sorted({key[2] for key in keys}), list(dict.fromkeys(key[3] for key in keys))
+        rows = [[self.score((board, agent, seed, other))[span].mean() for other in met
+                 if (board, agent, seed, other) in self.returns] for seed in seeds]
+        return np.array([row for row in rows if len(row) == len(met)])
+
+
+def interquartile(scores, draws=2000):
+    """The interquartile mean of scores [seed, line-up], and its interval by drawing both anew. -> mean, low, high"""
+    if not scores.size:
+        return np.nan, np.nan, np.nan
+    random = np.random.default_rng(0)
+
+    def middle(values):
+        values = np.sort(values, axis=None)
+        cut = len(values) // 4
+        return values[cut:len(values) - cut].mean()
+
+    drawn = [middle(scores[random.integers(len(scores), size=len(scores))][:, random.integers(
+        scores.shape[1], size=scores.shape[1])]) for _ in range(draws)]
+    return middle(scores), *np.quantile(drawn, (0.025, 0.975))
+
+
+def play_rule(args, board, name, others, meetings, seed):
+    """The mean return by episode of a rule-based player in each seat among three others, as --mode adapt measures it."""
+    path = os.path.join(args.folder, f"{board}-{name}-{seed}-meets-{others.replace(' ', '-')}.json")
+    if os.path.isfile(path):
+        with open(path, encoding="utf-8") as file:
+            return json.load(file)
+    sys.path.insert(0, os.path.join(HERE, ".."))
+    import ppo_single_player as script
+    import torch
+
+    flags = tyro.cli(script.Args, args=["--players", "ppo", "ns", "ns", "ns", *BOARDS[board].split()])
+    fields = {field.name: getattr(flags, field.name) for field in dataclasses.fields(script.GameArgs)}
+    seats = []
+    for seat in range(4):
+        line_up = others.split()
+        line_up.insert(seat, name)
+        game = script.BatchedStagHunt(meetings, num_players=4, seed=seed + seat, **fields)
+        players = script.Lineup(line_up, game, seed + seat, EPISODES)
+        rows, episode, total = torch.arange(meetings), torch.zeros(meetings, dtype=torch.int64), torch.zeros(meetings, EPISODES + 1)
+        while (episode < EPISODES).any():
+            out = game.advance(players.act(game))
+            total[rows, episode.clamp(max=EPISODES)] += out["reward"][:, seat]
+            episode = episode + out["over"]
+            game.reset(out["over"])
+            players.reset(out["over"])
+        seats.append(total[:, :EPISODES].mean(0))
+    answer = torch.stack(seats).mean(0).tolist()
+    with open(path, "w", encoding="utf-8") as file:
+        json.dump(answer, file)
+    return answer
+
+
+def others_of(args, board, others, seed):
+    """The names of three others as --players takes them: trained ones are of the next seeds."""
+    if others == "PPO PPO PPO":
+        run(args.folder, f"{board}-ppo-selfplay-{seed + 1}",
+            f"--players ppo ppo ppo ppo {BOARDS[board]} --seed {seed + 1}", PPO)
+        path = os.path.join(args.folder, f"{board}-ppo-selfplay-{seed + 1}", "checkpoint.pt")
+        return " ".join(f"{path}:player_{number}" for number in (1, 2, 3))
+    if others == "HOP HOP HOP":
+        return " ".join(f"{train(args, board, 'hop', seed + number)}:player_{number}" for number in (1, 2, 3))
+    return others
+
+
+def train(args, board, agent, seed):
+    """Trains a player, if it is not there. -> its run"""
+    script, flags, _ = AGENTS[agent]
+    run(args.folder, f"{board}-{agent}-{seed}", f"{flags} {BOARDS[board]} --seed {seed} {args.flags}", script)
+    return os.path.join(args.folder, f"{board}-{agent}-{seed}")
+
+
+def meet(args, board, agent, seed, others):
+    """A trained player among three others. -> its mean return by episode; None where it cannot sit with them"""
+    script, _, flags = AGENTS[agent]
+    if others == "HOP HOP HOP" and script == PPO:
+        return None
+    me = "hop" if script == HOP else "ppo"
+    results = run(args.folder, f"{board}-{agent}-{seed}-meets-{others.replace(' ', '-')}",
+                  f"--mode adapt --checkpoint {train(args, board, agent, seed)} --players {me} "
+                  f"{others_of(args, board, others, seed)} --meetings {args.meetings} --meeting-episodes {EPISODES} "
+                  f"--seed {seed} {BOARDS[board] if script == PPO else ''} {flags}", script)
+    return [episode["return"] for episode in results["episodes"]]
+
+
+def best_response(args, board, others):
+    """What PPO earns that was trained among exactly these three: a number for every episode."""
+    name = f"{board}-exact-{others.replace(' ', '-')}"
+    results = run(args.folder, name, f"--players ppo {others} {BOARDS[board]} --total-timesteps 1000000", PPO)
+    return [results["evaluation"]["sampled"]["mean"]] * EPISODES
+
+
+def write(table):
+    """adaptation.md, .csv and the pictures, of all that is known."""
+    args = table.args
+    boards = [board for board in args.boards if board in table.references]
+    agents = list(dict.fromkeys(key[1] for key in table.returns if key[1] not in ("random", "exact")))
+    texts = []
+    for title, others in (("all line-ups", None), ("the poor ones", POOR)):
+        lines = [f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets mean and worst line-up.", "",
+                 f"| player | episodes | {' | '.join(boards)} |", "|---|---|" + "---|" * len(boards)]
+        for agent in agents:
+            for span, which in SPANS.items():
+                cells = []
+                for board in boards:
+                    scores = table.scores(board, agent, which, others)
+                    middle, low, high = interquartile(scores)
+                    cells.append("" if not scores.size else f"{middle:.2f} ({low:.2f} to {high:.2f}) "
+                                 f"[{scores.mean():.2f}, {scores.mean(0).min():.2f}]")
+                lines.append(f"| {agent} | {span} | {' | '.join(cells)} |")
+        texts.append("\n".join(lines))
+    for board in boards:
+        lines = [f"Returns on {board}, episodes 11 to 20, mean over seeds.", "",
+                 "| line-up | random | best (who) | " + " | ".join(agents) + " |", "|---|---|---|" + "---|" * len(agents)]
+        for others, known in table.references[board].items():
+            cells = []
+            for agent in agents:
+                values = [table.returns[key][10:20].mean() for key in table.returns
+                          if key[:2] == (board, agent) and key[3] == others]
+                cells.append(f"{np.mean(values):.2f}" if values else "")
+            lines.append(f"| {others} | {known['random']:.2f} | {known['best']:.2f} ({known['by']}) | {' | '.join(cells)} |")
+        texts.append("\n".join(lines))
+    keep("\n\n".join(texts), os.path.join(args.folder, "adaptation.md"))
+    with open(os.path.join(args.folder, "adaptation.csv"), "w", encoding="utf-8", newline="") as file:
+        rows = csv.writer(file)
+        rows.writerow(["board", "player", "seed", "others", "episode", "return", "score"])
+        for key, returns in table.returns.items():
+            for episode, (value, score) in enumerate(zip(returns, table.score(key)), 1):
+                rows.writerow([*key, episode, f"{value:.4f}", f"{score:.4f}"])
+    for board in boards:
+        draw(table, board, agents, os.path.join(args.folder, f"{board}.png"))
+
+
+def draw(table, board, agents, path):
+    """The return by episode in each line-up, one line for each trained player."""
+    import matplotlib  # here, for only pictures need it
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    met = list(table.references[board])
+    figure, axes = plt.subplots(3, 5, figsize=(18, 9), squeeze=False)
+    for axis, others in zip(axes.flat, met):
+        known = table.references[board][others]
+        for value, style in ((known["random"], ":"), (known["best"], "--")):
+            axis.axhline(value, color="grey", linestyle=style, linewidth=1)
+        for agent in (agent for agent in agents if agent in AGENTS):
+            lines = [table.returns[key] for key in table.returns if key[:2] == (board, agent) and key[3] == others]
+            if lines:
+                axis.plot(range(1, EPISODES + 1), np.mean(lines, 0), label=agent, linewidth=1.2)
+        axis.set_title(others, fontsize=9)
+        axis.set_ylim(bottom=min(0.0, known["random"]))
+    for axis in axes.flat[len(met):]:
+        axis.set_visible(False)
+    axes[0, 0].legend(fontsize=8)
+    figure.suptitle(f"{board}: return by episode of a meeting (dashed: the most anybody earned, dotted: a random player)")
+    figure.tight_layout()
+    figure.savefig(path, dpi=80)
+    plt.close(figure)
+
+
+def main(args):
+    if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS):
+        return 2
+    if args.quick:
+        args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1),
+                                   only=args.only or ("hop", "ppo-mixes"))
+    os.makedirs(args.folder, exist_ok=True)
+    table = Table(args)
+    for board in args.boards:
+        table.references.setdefault(board, {})
+        for others in LINE_UPS:
+            names = others_of(args, board, others, args.seeds[0]) if others == "PPO PPO PPO" else others
+            if "HOP" in others or "PPO" in others:  # files can sit only with the scripts: their 0 and 1 come from these
+                continue
+            for rule in ("random", *RULES):
+                table.add(board, rule, 0, others, play_rule(args, board, rule, names, 4 * args.meetings, 77))
+            table.add(board, "exact", 0, others, best_response(args, board, others))
+        for seed in args.seeds:
+            for agent in args.only or AGENTS:
+                for others in LINE_UPS:
+                    episodes = meet(args, board, agent, seed, others)
+                    if episodes:
+                        table.add(board, agent, seed, others, episodes)
+                write(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(tyro.cli(Args)))
