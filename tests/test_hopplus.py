@@ -24,8 +24,8 @@ def small_worlds(monkeypatch):
     monkeypatch.setattr(script, "WORLD_STEPS", 500)
     monkeypatch.setattr(script, "WARMUP_EPOCHS", 1)
     monkeypatch.setattr(script, "WORLD_UPDATES", 20)
-    monkeypatch.setattr(script.report_models, "__defaults__", (30, 2))
-    monkeypatch.setattr(script.score_world, "__defaults__", (300,))
+    for function, numbers in ((script.report_models, (30, 2)), (script.score_world, (300,))):
+        monkeypatch.setattr(function.__wrapped__, "__defaults__", numbers)  # those of the function under @torch.no_grad()
 
 
 def flags(tmp_path, **changes):
