@@ -633,12 +633,12 @@ def test_a_stopped_run_resumes_to_the_same_weights_without_another_warm_up(tmp_p
 
 
 def test_players_are_saved_small_and_can_play(tmp_path, capsys):
-    script.main(flags(tmp_path, run_name="trained", search_model="learned"))
+    script.main(flags(tmp_path, run_name="trained", search_model="learned", final_time=9, eval_episodes=0, eval_policy_episodes=0))
     trained = tmp_path / "trained"
     assert (trained / "players.pt").stat().st_size < 0.5 * (trained / "checkpoint.pt").stat().st_size
     (trained / "checkpoint.pt").unlink()  # not needed to play
     for changes in ({}, {"adapt_moa": True, "num_steps": 8}):
-        args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"), meeting_episodes=3, meetings=4,
+        args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"), meeting_episodes=3, meetings=2,
                            runs_dir=str(tmp_path), run_name=f"adapt{len(changes)}", **changes)
         assert script.main(args) == 0
         results = json.loads((tmp_path / f"adapt{len(changes)}" / "results.json").read_text(encoding="utf-8"))
@@ -646,7 +646,7 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
     capsys.readouterr()
     assert script.main(script.Args(mode="watch", checkpoint=str(trained))) == 0
     printed = capsys.readouterr().out
-    assert "step 0, 35 left" in printed and "believes of player" in printed and "search expects" in printed
+    assert "step 0, 9 left" in printed and "believes of player" in printed and "search expects" in printed
 
 
 def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
@@ -709,11 +709,24 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ("--warmup-players ns wolf", "'wolf'"),
     ("--beta -1", "--beta -1"),
 ])
-def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words):
-    command = [sys.executable, os.path.join(ROOT, "hopplus_selfplay.py"), "--runs-dir", str(tmp_path / "runs"), "--total-timesteps", "1"]
-    command = command[:-2] if "--mode" in line else command + ["--warmup-meetings", "4"]
-    done = subprocess.run(command + line.split(), capture_output=True, text=True, cwd=ROOT)
-    lines = [text for text in done.stderr.replace("\r", "\n").splitlines() if text.strip() and "warming up" not in text]
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr and len(lines) == 1, done.stderr
+def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words, monkeypatch, capsys):
+    command = ["hopplus_selfplay.py", "--runs-dir", str(tmp_path / "runs"), *line.split()]
+    command += [] if "--mode" in line else ["--total-timesteps", "1", "--warmup-meetings", "4"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        script.run_script(script.Args, script.main)
+    error = capsys.readouterr().err
+    lines = [text for text in error.replace("\r", "\n").splitlines() if text.strip() and "warming up" not in text]
+    assert end.value.code == 2
+    assert words in error and len(lines) == 1, error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_command_line(tmp_path):
+    """The script itself, as it is started: what is refused is one line and exit code 2."""
+    command = [sys.executable, os.path.join(ROOT, "hopplus_selfplay.py"), "--runs-dir", str(tmp_path / "runs")]
+    done = subprocess.run([*command, "--beta", "-1"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --beta -1.0 must lie between 0 and 1e+06\n"
     assert not (tmp_path / "runs").exists()
