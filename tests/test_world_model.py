@@ -466,11 +466,11 @@ def weights(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_stopping_and_resuming_changes_nothing(tmp_path):
-    few = ["--boards", "4x4", "--rows", 2000, "--held-out-rows", 200, "--num-updates", 500, "--check-every", 100,
-           "--batch-size", 128, "--runs-dir", tmp_path]
-    whole = start(*few, "--run-name", "whole")
-    assert whole.wait(300) == 0
-    broken = start(*few, "--run-name", "broken")
+    """The run that is stopped is a program of its own, stopped from outside; the whole one and the rest are not."""
+    few = dict(boards=("4x4",), rows=2000, held_out_rows=200, num_updates=500, check_every=100, batch_size=128)
+    assert script.main(flags(tmp_path, **few, run_name="whole")) == 0
+    line = "--boards 4x4 --rows 2000 --held-out-rows 200 --num-updates 500 --check-every 100 --batch-size 128 --run-name broken"
+    broken = start(*line.split(), "--save-every", SMALL["save_every"], "--runs-dir", tmp_path)
     until = time.time() + 200
     while not any(name.startswith("events") for name in
                   (os.listdir(tmp_path / "broken") if (tmp_path / "broken").is_dir() else ())):
@@ -480,7 +480,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path):
     broken.send_signal(signal.SIGINT)
     output = broken.communicate(timeout=200)[0]
     assert broken.returncode == 130 and "--resume" in output
-    assert start("--resume", tmp_path / "broken").wait(300) == 0
+    assert script.main(script.Args(resume=str(tmp_path / "broken"))) == 0
     one, two = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
@@ -537,16 +537,21 @@ def test_refused_data(tmp_path, kind):
     assert not (tmp_path / "runs").exists()
 
 
-def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained):
+def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained, monkeypatch, capsys):
+    """All but the last in this process; the last as a program, as a user would start it."""
     (tmp_path / "text.pt").write_text("no checkpoint")
     torch.save({"script": "another.py"}, tmp_path / "foreign.pt")
     torch.save({"script": "train_world_model.py", "world_model": {}}, tmp_path / "broken.pt")
-    good = os.path.join(trained, "checkpoint.pt")
+    good, runs = os.path.join(trained, "checkpoint.pt"), ["--runs-dir", tmp_path / "runs"]
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
-                      ["--checkpoint", good, "--data", tmp_path / "none.npz"], ["--checkpoint", good, "--height", 0],
-                      ["--checkpoint", good, "--data", "x.npz", "--height", 5]):
-        process = start(*arguments, "--runs-dir", tmp_path / "runs", script_name="test_obs_reward_model.py")
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
+                      ["--checkpoint", good, "--data", tmp_path / "none.npz"], ["--checkpoint", good, "--height", 0]):
+        monkeypatch.setattr(sys, "argv", ["test_obs_reward_model.py", *map(str, arguments + runs)])
+        with pytest.raises(SystemExit) as end:
+            tester.run_script(tester.Args, tester.main)
+        out, error = capsys.readouterr()
+        assert end.value.code == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
+    process = start("--checkpoint", good, "--data", "x.npz", "--height", 5, *runs, script_name="test_obs_reward_model.py")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
     assert not (tmp_path / "runs").exists()
