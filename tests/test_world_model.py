@@ -321,8 +321,8 @@ def test_actions_in_the_wrong_order_show(model):
     assert script.measure(model, rows)["exact"] >= 0.999
 
 
-@pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0),
-                                     dict(prosocial=True), dict(time_reward=-0.1)])
+@pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0, time_reward=-0.1),
+                                     dict(prosocial=True)])
 def test_another_game_is_learned_as_well(tmp_path, changes):
     assert script.main(flags(tmp_path, boards=("4x4",), **changes)) == 0
     net = tester.load_world_model(str(tmp_path / "run"), "--checkpoint")[0]
@@ -337,7 +337,8 @@ def test_another_game_is_learned_as_well(tmp_path, changes):
 
 def test_plane_weights_weigh(tmp_path):
     for name, weights in (("equal", (1.0,) * 7), ("none", (0.0,) * 7)):
-        args = flags(tmp_path, boards=("4x4",), rows=2000, num_updates=150, plane_weights=weights, run_name=name)
+        args = flags(tmp_path, boards=("4x4",), rows=2000, held_out_rows=100, num_updates=100, batch_size=256,
+                     plane_weights=weights, run_name=name)
         assert script.main(args) == 0
     equal, none = (tester.load_world_model(str(tmp_path / name), "--checkpoint")[0] for name in ("equal", "none"))
     rows = script.collect(board("4x4"), 1000, 14)
@@ -466,11 +467,13 @@ def weights(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_stopping_and_resuming_changes_nothing(tmp_path):
-    """The run that is stopped is a program of its own, stopped from outside; the whole one and the rest are not."""
-    few = dict(boards=("4x4",), rows=2000, held_out_rows=200, num_updates=500, check_every=100, batch_size=128)
+    """The run that is stopped is a program of its own; the whole one and the rest are not."""
+    few = dict(boards=("4x4",), rows=2000, held_out_rows=200, num_updates=500, check_every=100,
+               batch_size=128)
     assert script.main(flags(tmp_path, **few, run_name="whole")) == 0
-    line = "--boards 4x4 --rows 2000 --held-out-rows 200 --num-updates 500 --check-every 100 --batch-size 128 --run-name broken"
-    broken = start(*line.split(), "--save-every", SMALL["save_every"], "--runs-dir", tmp_path)
+    line = ("--boards 4x4 --rows 2000 --held-out-rows 200 --num-updates 500 --check-every 100 "
+            "--batch-size 128 --save-every 1e9 --run-name broken")
+    broken = start(*line.split(), "--runs-dir", tmp_path)
     until = time.time() + 200
     while not any(name.startswith("events") for name in
                   (os.listdir(tmp_path / "broken") if (tmp_path / "broken").is_dir() else ())):
@@ -545,13 +548,17 @@ def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained, monkeypatch, c
     good, runs = os.path.join(trained, "checkpoint.pt"), ["--runs-dir", tmp_path / "runs"]
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
-                      ["--checkpoint", good, "--data", tmp_path / "none.npz"], ["--checkpoint", good, "--height", 0]):
+                      ["--checkpoint", good, "--data", tmp_path / "none.npz"],
+                      ["--checkpoint", good, "--height", 0]):
         monkeypatch.setattr(sys, "argv", ["test_obs_reward_model.py", *map(str, arguments + runs)])
         with pytest.raises(SystemExit) as end:
             tester.run_script(tester.Args, tester.main)
         out, error = capsys.readouterr()
-        assert end.value.code == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
-    process = start("--checkpoint", good, "--data", "x.npz", "--height", 5, *runs, script_name="test_obs_reward_model.py")
+        assert end.value.code == 2 and out == "", error
+        assert error.count("\n") == 1 and error.startswith("error: --"), error
+    process = start("--checkpoint", good, "--data", "x.npz", "--height", 5, *runs,
+                    script_name="test_obs_reward_model.py")
     out, error = process.communicate(timeout=120)
-    assert process.returncode == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
+    assert process.returncode == 2 and out == "", error
+    assert error.count("\n") == 1 and error.startswith("error: --"), error
     assert not (tmp_path / "runs").exists()
