@@ -1,5 +1,6 @@
 """The copies are the same, each script runs alone, and tests/copies.py sees what it should and repairs it."""
 
+import json
 import os
 import subprocess
 import sys
@@ -21,12 +22,55 @@ def check(folder, *arguments, **files):
     return copies.main(["--root", str(folder), *arguments])
 
 
-def run_alone(script, folder, *arguments):
-    """Copies a script into an empty folder and runs Python there, as a user would who has nothing else."""
-    (folder / script.name).write_bytes(script.read_bytes())
+ALONE = """
+import contextlib, io, json, os, random, runpy, sys, traceback, numpy, torch
+
+def world():
+    return (torch.get_rng_state().tolist(), str(numpy.random.get_state()), random.getstate(),
+            torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),
+            torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),
+            sorted(os.listdir('.')), os.getcwd(), list(sys.argv))
+
+told = {}
+for folder, script in json.loads(sys.argv[1]):
+    os.chdir(folder)
+    sys.argv, sys.path[0] = ["-c"], folder
+    before, text, help, code = world(), io.StringIO(), io.StringIO(), None
+    with contextlib.redirect_stdout(text), contextlib.redirect_stderr(text):
+        try:
+            __import__(script.removesuffix(".py"))
+        except BaseException:
+            traceback.print_exc()
+    changed = [was for was, now in zip(before, world()) if was != now]
+    sys.argv = [script, "--help"]
+    with contextlib.redirect_stdout(help):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except BaseException as end:
+            code = end.code if isinstance(end, SystemExit) else traceback.format_exc()
+    told[script] = {"changed": str(changed), "text": text.getvalue(), "code": code, "help": help.getvalue()}
+print(json.dumps(told))
+"""
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory):
+    """What each script does alone in a folder of its own, when imported and when asked for help.
+
+    One process for all, for it takes longer to start Python and torch than to do the rest. (In a process of
+    its own each script runs in the test of its command line.)
+    """
+    places = []
+    for script in SCRIPTS:
+        folder = tmp_path_factory.mktemp("alone")
+        (folder / script.name).write_bytes(script.read_bytes())
+        places.append((str(folder), script.name))
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    return subprocess.run([sys.executable, "-B", *arguments], cwd=folder, env=environment, capture_output=True,
-                          text=True, timeout=120)
+    command = [sys.executable, "-B", "-c", ALONE, json.dumps(places)]
+    done = subprocess.run(command, cwd=places[0][0], env=environment, capture_output=True, text=True,
+                          timeout=300)
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
 
 
 # ------------------------------------------------------------------------------------- the project itself
@@ -43,26 +87,16 @@ def test_command_line():
 
 
 @each_script
-def test_script_alone_in_an_empty_folder_answers_help(script, tmp_path):
-    done = run_alone(script, tmp_path, script.name, "--help")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+def test_script_alone_in_an_empty_folder_answers_help(script, alone):
+    told = alone[script.name]
+    assert told["code"] == 0, told["code"]
+    assert told["help"]
 
 
 @each_script
-def test_importing_a_script_has_no_side_effect(script, tmp_path):
-    program = (
-        "import os, random, sys, numpy, torch\n"
-        "def world():\n"
-        "    return (torch.get_rng_state().tolist(), str(numpy.random.get_state()), random.getstate(),\n"
-        "            torch.get_num_threads(), torch.get_default_dtype(), torch.is_grad_enabled(),\n"
-        "            torch.backends.cudnn.deterministic, torch.are_deterministic_algorithms_enabled(),\n"
-        "            sorted(os.listdir('.')), os.getcwd(), list(sys.argv))\n"
-        "before = world()\n"
-        f"import {script.stem}\n"
-        "assert world() == before\n")
-    done = run_alone(script, tmp_path, "-c", program)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+def test_importing_a_script_has_no_side_effect(script, alone):
+    told = alone[script.name]
+    assert (told["changed"], told["text"]) == ("[]", "")
 
 
 # ------------------------------------------------------------------------------------- faults are seen

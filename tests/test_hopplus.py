@@ -24,8 +24,9 @@ def small_worlds(monkeypatch):
     monkeypatch.setattr(script, "WORLD_STEPS", 500)
     monkeypatch.setattr(script, "WARMUP_EPOCHS", 1)
     monkeypatch.setattr(script, "WORLD_UPDATES", 20)
-    monkeypatch.setattr(script.report_models, "__defaults__", (30, 2))
-    monkeypatch.setattr(script.score_world, "__defaults__", (300,))
+    for function, numbers in ((script.report_models, (30, 2)), (script.score_world, (300,))):
+        # under @torch.no_grad(): the defaults of what it returns are nobody's
+        monkeypatch.setattr(function.__wrapped__, "__defaults__", numbers)
 
 
 def flags(tmp_path, **changes):
@@ -164,19 +165,25 @@ def test_the_searcher_answers_as_the_networks_do(tmp_path):
         assert not torch.allclose(expected[0], expected[1], atol=1e-2)
 
 
-def exact_values(model, views, state, gamma):
-    """The value of each own action against a co-player that draws uniformly from its legal actions, solved exactly."""
-    mask = views.mask(views.look(state))
-    legal = [mask[player, 0].nonzero()[:, 0].tolist() for player in range(2)]
-    values = [-math.inf] * 7
-    for action in legal[0]:
-        total = 0.0
-        for move in legal[1]:
-            after, reward, over = model.step(state, torch.tensor([[action], [move]]))
-            later = 0.0 if over else max(exact_values(model, views, after, gamma))
-            total += (reward.item() + gamma * later) / len(legal[1])
-        values[action] = total
-    return values
+def exact_values(model, views, state, gamma, known):
+    """The exact value of each own action against a co-player that draws uniformly from its legal actions.
+
+    `known` keeps what was solved: most positions are reached in many ways.
+    """
+    key = tuple(tuple(state[name].flatten().tolist()) for name in ("cell", "board", "clock", "deadline"))
+    if key not in known:
+        mask = views.mask(views.look(state))
+        legal = [mask[player, 0].nonzero()[:, 0].tolist() for player in range(2)]
+        values = [-math.inf] * 7
+        for action in legal[0]:
+            total = 0.0
+            for move in legal[1]:
+                after, reward, over = model.step(state, torch.tensor([[action], [move]]))
+                later = 0.0 if over else max(exact_values(model, views, after, gamma, known))
+                total += (reward.item() + gamma * later) / len(legal[1])
+            values[action] = total
+        known[key] = values
+    return known[key]
 
 
 def test_the_best_action_is_found_as_simulations_grow(tmp_path, monkeypatch):
@@ -188,8 +195,9 @@ def test_the_best_action_is_found_as_simulations_grow(tmp_path, monkeypatch):
         for part in table.networks.others.action.parameters():
             part.zero_()  # the co-player is taken to be uniform, as it is
     state = script.ego_first(table.game.state(), table.order)
-    exact = torch.tensor([exact_values(table.model, table.views, {name: part[..., env:env + 1] for name, part in state.items()}, 0.9)
-                          for env in range(16)])
+    alone = [{name: part[..., env:env + 1] for name, part in state.items()} for env in range(16)]
+    known = {}
+    exact = torch.tensor([exact_values(table.model, table.views, one, 0.9, known) for one in alone])
     best, share = exact.amax(1), []
     searcher = script.Searcher(table.networks, table.views, torch.zeros(1, 16, args.goal_dim), torch.zeros(1, 16, args.goal_dim))
     for simulations in (4, 64, 1024):
@@ -633,20 +641,22 @@ def test_a_stopped_run_resumes_to_the_same_weights_without_another_warm_up(tmp_p
 
 
 def test_players_are_saved_small_and_can_play(tmp_path, capsys):
-    script.main(flags(tmp_path, run_name="trained", search_model="learned"))
+    script.main(flags(tmp_path, run_name="trained", search_model="learned", final_time=9, eval_episodes=0,
+                      eval_policy_episodes=0))
     trained = tmp_path / "trained"
     assert (trained / "players.pt").stat().st_size < 0.5 * (trained / "checkpoint.pt").stat().st_size
     (trained / "checkpoint.pt").unlink()  # not needed to play
     for changes in ({}, {"adapt_moa": True, "num_steps": 8}):
-        args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"), meeting_episodes=3, meetings=4,
-                           runs_dir=str(tmp_path), run_name=f"adapt{len(changes)}", **changes)
+        args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"),
+                           meeting_episodes=3, meetings=2, runs_dir=str(tmp_path),
+                           run_name=f"adapt{len(changes)}", **changes)
         assert script.main(args) == 0
         results = json.loads((tmp_path / f"adapt{len(changes)}" / "results.json").read_text(encoding="utf-8"))
         assert len(results["episodes"]) == 3 and len(results["second_half"]["seats"]) == 4
     capsys.readouterr()
     assert script.main(script.Args(mode="watch", checkpoint=str(trained))) == 0
     printed = capsys.readouterr().out
-    assert "step 0, 35 left" in printed and "believes of player" in printed and "search expects" in printed
+    assert "step 0, 9 left" in printed and "believes of player" in printed and "search expects" in printed
 
 
 def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
@@ -709,13 +719,28 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ("--warmup-players ns wolf", "'wolf'"),
     ("--beta -1", "--beta -1"),
 ])
-def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words):
-    command = [sys.executable, os.path.join(ROOT, "hopplus_selfplay.py"), "--runs-dir", str(tmp_path / "runs"), "--total-timesteps", "1"]
-    command = command[:-2] if "--mode" in line else command + ["--warmup-meetings", "4"]
-    done = subprocess.run(command + line.split(), capture_output=True, text=True, cwd=ROOT)
-    lines = [text for text in done.stderr.replace("\r", "\n").splitlines() if text.strip() and "warming up" not in text]
-    assert done.returncode == 2, done.stderr
-    assert words in done.stderr and len(lines) == 1, done.stderr
+def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words, monkeypatch, capsys):
+    command = ["hopplus_selfplay.py", "--runs-dir", str(tmp_path / "runs"), *line.split()]
+    command += [] if "--mode" in line else ["--total-timesteps", "1", "--warmup-meetings", "4"]
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(SystemExit) as end:
+        script.run_script(script.Args, script.main)
+    error = capsys.readouterr().err
+    lines = [text for text in error.replace("\r", "\n").splitlines()
+             if text.strip() and "warming up" not in text]
+    assert end.value.code == 2
+    assert words in error and len(lines) == 1, error
+    assert not (tmp_path / "runs").exists()
+
+
+def test_command_line(tmp_path):
+    """The script itself, as it is started: what is refused is one line and exit code 2."""
+    command = [sys.executable, os.path.join(ROOT, "hopplus_selfplay.py")]
+    command += ["--runs-dir", str(tmp_path / "runs"), "--beta", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == "error: --beta -1.0 must lie between 0 and 1e+06\n"
     assert not (tmp_path / "runs").exists()
 
 

@@ -1,5 +1,6 @@
 """The symmetry check's verdicts and exit codes."""
 
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -64,10 +65,16 @@ def test_wrong_flags_give_one_line(flags, told, capsys):
     assert told in captured.err and captured.err.count("\n") == 1 and captured.out == ""
 
 
-@pytest.mark.parametrize("flags, code", [
-    (["ns", "ns", "--episodes", "200"], 0), (["ns", "foo"], 2), (["ns", "ns", "--no-such-flag"], 2)], ids=str)
-def test_command_line(flags, code):
-    done = subprocess.run([sys.executable, "-m", "envs.symmetry", "--players", *flags], cwd=ROOT, capture_output=True,
-                          text=True, timeout=120)
-    assert done.returncode == code, done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.mark.parametrize("flags, code", [(["ns", "foo"], 2), (["ns", "ns", "--no-such-flag"], 2)], ids=str)
+def test_exit_codes(flags, code, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["symmetry.py", "--players", *flags])
+    monkeypatch.delitem(sys.modules, "envs.symmetry")  # or runpy would warn that it is run twice
+    with pytest.raises(SystemExit) as end:
+        runpy.run_module("envs.symmetry", run_name="__main__", alter_sys=True)
+    assert end.value.code == code
+
+
+def test_command_line():
+    command = [sys.executable, "-m", "envs.symmetry", "--players", "ns", "ns", "--episodes", "200"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

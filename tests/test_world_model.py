@@ -322,8 +322,8 @@ def test_actions_in_the_wrong_order_show(model):
     assert script.measure(model, rows)["exact"] >= 0.999
 
 
-@pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0),
-                                     dict(prosocial=True), dict(time_reward=-0.1)])
+@pytest.mark.parametrize("changes", [dict(stag_hunters=3, stag_reward=7.0, hare_reward=2.0, time_reward=-0.1),
+                                     dict(prosocial=True)])
 def test_another_game_is_learned_as_well(tmp_path, changes):
     assert script.main(flags(tmp_path, boards=("4x4",), **changes)) == 0
     net = tester.load_world_model(str(tmp_path / "run"), "--checkpoint")[0]
@@ -338,7 +338,8 @@ def test_another_game_is_learned_as_well(tmp_path, changes):
 
 def test_plane_weights_weigh(tmp_path):
     for name, weights in (("equal", (1.0,) * 7), ("none", (0.0,) * 7)):
-        args = flags(tmp_path, boards=("4x4",), rows=2000, num_updates=150, plane_weights=weights, run_name=name)
+        args = flags(tmp_path, boards=("4x4",), rows=2000, held_out_rows=100, num_updates=100, batch_size=256,
+                     plane_weights=weights, run_name=name)
         assert script.main(args) == 0
     equal, none = (tester.load_world_model(str(tmp_path / name), "--checkpoint")[0] for name in ("equal", "none"))
     rows = script.collect(board("4x4"), 1000, 14)
@@ -467,11 +468,13 @@ def weights(folder):
 
 @pytest.mark.skipif(os.name == "nt", reason="sends SIGINT")
 def test_stopping_and_resuming_changes_nothing(tmp_path):
-    few = ["--boards", "4x4", "--rows", 2000, "--held-out-rows", 200, "--num-updates", 500, "--check-every", 100,
-           "--batch-size", 128, "--runs-dir", tmp_path]
-    whole = start(*few, "--run-name", "whole")
-    assert whole.wait(300) == 0
-    broken = start(*few, "--run-name", "broken")
+    """The run that is stopped is a program of its own; the whole one and the rest are not."""
+    few = dict(boards=("4x4",), rows=2000, held_out_rows=200, num_updates=500, check_every=100,
+               batch_size=128)
+    assert script.main(flags(tmp_path, **few, run_name="whole")) == 0
+    line = ("--boards 4x4 --rows 2000 --held-out-rows 200 --num-updates 500 --check-every 100 "
+            "--batch-size 128 --save-every 1e9 --run-name broken")
+    broken = start(*line.split(), "--runs-dir", tmp_path)
     until = time.time() + 200
     while not any(name.startswith("events") for name in
                   (os.listdir(tmp_path / "broken") if (tmp_path / "broken").is_dir() else ())):
@@ -481,7 +484,7 @@ def test_stopping_and_resuming_changes_nothing(tmp_path):
     broken.send_signal(signal.SIGINT)
     output = broken.communicate(timeout=200)[0]
     assert broken.returncode == 130 and "--resume" in output
-    assert start("--resume", tmp_path / "broken").wait(300) == 0
+    assert script.main(script.Args(resume=str(tmp_path / "broken"))) == 0
     one, two = weights(tmp_path / "whole"), weights(tmp_path / "broken")
     assert one.keys() == two.keys() and all(torch.equal(one[key], two[key]) for key in one)
 
@@ -538,16 +541,25 @@ def test_refused_data(tmp_path, kind):
     assert not (tmp_path / "runs").exists()
 
 
-def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained):
+def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained, monkeypatch, capsys):
+    """All but the last in this process; the last as a program, as a user would start it."""
     (tmp_path / "text.pt").write_text("no checkpoint")
     torch.save({"script": "another.py"}, tmp_path / "foreign.pt")
     torch.save({"script": "train_world_model.py", "world_model": {}}, tmp_path / "broken.pt")
-    good = os.path.join(trained, "checkpoint.pt")
+    good, runs = os.path.join(trained, "checkpoint.pt"), ["--runs-dir", tmp_path / "runs"]
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
-                      ["--checkpoint", good, "--data", tmp_path / "none.npz"], ["--checkpoint", good, "--height", 0],
-                      ["--checkpoint", good, "--data", "x.npz", "--height", 5]):
-        process = start(*arguments, "--runs-dir", tmp_path / "runs", script_name="test_obs_reward_model.py")
-        out, error = process.communicate(timeout=120)
-        assert process.returncode == 2 and out == "" and error.count("\n") == 1 and error.startswith("error: --"), error
+                      ["--checkpoint", good, "--data", tmp_path / "none.npz"],
+                      ["--checkpoint", good, "--height", 0]):
+        monkeypatch.setattr(sys, "argv", ["test_obs_reward_model.py", *map(str, arguments + runs)])
+        with pytest.raises(SystemExit) as end:
+            tester.run_script(tester.Args, tester.main)
+        out, error = capsys.readouterr()
+        assert end.value.code == 2 and out == "", error
+        assert error.count("\n") == 1 and error.startswith("error: --"), error
+    process = start("--checkpoint", good, "--data", "x.npz", "--height", 5, *runs,
+                    script_name="test_obs_reward_model.py")
+    out, error = process.communicate(timeout=120)
+    assert process.returncode == 2 and out == "", error
+    assert error.count("\n") == 1 and error.startswith("error: --"), error
     assert not (tmp_path / "runs").exists()
