@@ -658,6 +658,21 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
         assert script.main(args) == 0
         results = json.loads((tmp_path / f"adapt{len(changes)}" / "results.json").read_text(encoding="utf-8"))
         assert len(results["episodes"]) == 3 and len(results["second_half"]["seats"]) == 4
+    guests = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", f"{trained}:player_3", f"{trained}:player_2"))
+    guests, saved = script.load_players(guests)
+    table = script.seat_players(guests, saved, 2, 5, learner=3)
+    assert table.hop_seats == [0, 2, 3] and not table.trained_seats
+    for part, per in (("policy", 1), ("others", 3)):
+        for name, value in getattr(table.networks, part).state_dict().items():
+            whole = saved["networks"][part][name].unflatten(0, (4, per))
+            assert torch.equal(value, whole[[3, 2, 1]].flatten(0, 1)), name
+    table.play(table.act("mcts"))
+    for players, words in ((("hop", "nh", "nh", f"{trained}:player_7"), "holds player_1, player_2, player_3, player_4, not 'player_7'"),
+                           (("hop", "nh", f"{trained}:player_1"), "--players names 3 players")):
+        with pytest.raises(script.Refused, match=words):
+            script.main(script.Args(mode="adapt", checkpoint=str(trained), players=players, runs_dir=str(tmp_path)))
+    with pytest.raises(script.Refused, match="beside trained ones"):
+        script.check_flags(flags(tmp_path, players=("hop", f"{trained}:player_1", "nh", "nh")))
     capsys.readouterr()
     assert script.main(script.Args(mode="watch", checkpoint=str(trained))) == 0
     printed = capsys.readouterr().out
