@@ -118,13 +118,14 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
     batch = {"actions": torch.randint(7, (3, 50), generator=generator), "logprobs": draw(3, 50) * 0.3 - 2,
              "advantages": draw(3, 50), "returns": draw(3, 50),
              "trace": torch.rand(3, 50, generator=generator), "weight": (draw(3, 50) > 0).float()}
+    batch["value_weight"] = batch["weight"]
     loss, _ = script.ppo_loss(log_probs, value, batch, args, 0.01)
     for learner in range(3):
         slow = slow_ppo_loss(log_probs, value, batch, args, 0.01, learner)
         assert loss[learner].item() == pytest.approx(slow, abs=1e-5)
     absent = batch["weight"] == 0
     changed = {key: torch.where(absent, x * 3, x) if x.is_floating_point() and
-               key != "weight" else x for key, x in batch.items()}
+               "weight" not in key else x for key, x in batch.items()}
     assert torch.allclose(script.ppo_loss(log_probs, value, changed, args, 0.01)[0], loss, atol=1e-6)
 
 
