@@ -181,9 +181,12 @@ def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     check_ranges(args, RANGES)
     episodes = args.buffer == "episodes"
+    unchanging = args.mode == "train" and args.memory == "none" and not any(
+        name.startswith(("mix:", "switch-")) for name in args.players)
     refuse_ignored(args, (
         ("--mode train", args.mode == "train", ("checkpoint", "meetings")),
         ("--mode adapt", args.mode == "adapt", OF_TRAINING),
+        ("--memory none and players that never change", unchanging, ("meeting_episodes",)),
         ("--buffer transitions", not episodes, ("buffer_size",)),
         ("--buffer episodes, for they are played whole", episodes, ("num_steps",)),
         ("--stags 0", args.stags == 0, ("stag_reward", "stag_hunters", "strengths")),
@@ -454,7 +457,7 @@ def load_learners(args):
     path = asked = args.checkpoint
     path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
     saved = load_checkpoint(path, f"--checkpoint {asked}", args.device)
-    if "learner_of" not in saved:
+    if not saved.keys() >= {"learner_of", "config"}:
         raise Refused(f"--checkpoint {asked} holds no learners, it was written by {saved['script']}")
     fixed = [field.name for field in dataclasses.fields(GameArgs)] + ["memory", "hidden_size"]
     for name in fixed:
@@ -478,8 +481,8 @@ def adapt(args):
     for seat in tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True):
         learner = seat % len(weights["view.weight"])
         table.agent.load_state_dict({key: value[learner, None] for key, value in weights.items()})
-        args = dataclasses.replace(args, players=(*strangers[:seat], "ppo", *strangers[seat:]))
-        returns, _ = play_episodes(args, table.agent, args.meetings, args.meeting_episodes, False,
+        seated = dataclasses.replace(args, players=(*strangers[:seat], "ppo", *strangers[seat:]))
+        returns, _ = play_episodes(seated, table.agent, args.meetings, args.meeting_episodes, False,
                                    args.seed + seat)
         answer.append(returns[..., seat].T)
     report_meetings(args, folder, torch.stack(answer))
@@ -493,8 +496,8 @@ class Table(Saved):
     """The game, and who sits where: learners, trained players, and all the others (a Lineup).
 
     With --memory gru, learners carry from step to step of a meeting: their memory [L, M, D], and what they
-    were told last [L, M, TOLD]: their own action (one-hot), its reward, and whether an episode has ended since.
-    A learner that has left sees nothing until the next episode; when a meeting is over, all is forgotten.
+    were told last [L, M, TOLD]: an action (one-hot), its reward, and whether an episode has ended since. A
+    learner that has left sees nothing until the next episode; when a meeting is over, all is forgotten.
     """
 
     saved = ("game", "lineup", "generator", "memory", "told")
@@ -1052,11 +1055,11 @@ class RecurrentAgent(Agent):
         first = self.view(x.flatten(1, 2)) + self.told(told.flatten(1, 2))
         hidden = torch.tanh(self.hidden(torch.tanh(first)))
         gates = self.gates(hidden).unflatten(1, x.shape[1:3])
-        memories = []
-        for t in range(x.shape[2]):
-            memory = torch.where(awake[:, :, t, None], self.step(gates[:, :, t], memory), memory)
+        memories, parts = [], (gates, awake[..., None], goes_on[..., None])
+        for seen, sees, lasts in zip(*(part.unbind(2) for part in parts)):
+            memory = torch.where(sees, self.step(seen, memory), memory)
             memories.append(memory)
-            memory = memory * goes_on[:, :, t, None]
+            memory = memory * lasts
         recalled = torch.stack(memories, 2).flatten(1, 2)
         hidden = torch.tanh(self.present(hidden) + self.recall(recalled))
         log_probs = legal_log_softmax(self.actor(hidden), self.views.mask(x).flatten(1, 2))
