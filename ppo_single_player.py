@@ -2,16 +2,24 @@
 
     python ppo_single_player.py                              one learner among three stag hunters (1 minute)
     python ppo_single_player.py --players ppo ppo ppo ppo    self-play of four independent learners (1 minute)
+    python ppo_single_player.py --mode adapt --checkpoint runs/x --players ppo nh nh nh    a trained one
     tensorboard --logdir runs                                curves, boards and action histograms
 
 Every seat that says `ppo` is a learner of its own: its own parameters, its own trajectory, its own losses.
 Their parameters are stacked, so that four learners cost little more than one. The run prints one moving line,
 then a table of returns over 20,000 fresh episodes, and leaves everything in `runs/<run name>/`.
 
+With `--memory gru` a learner remembers a whole meeting, a row of episodes with the same players, and learns
+to find out who they are (RL^2). Such as on the scarce board, among players like those of HOP+'s warm-up:
+
+    python ppo_single_player.py --players ppo MIX MIX MIX --hares 2 --final-time 12 --memory gru
+        --meeting-episodes 20 --num-envs 512 --num-steps 64 --num-minibatches 8 --prize-floor 0.5
+        --gamma 0.97 --total-timesteps 14000000         with mix:ns,nh,noisy-ns,noisy-nh for each MIX
+
 The file from top to bottom:
     flags       what can be chosen, and what is refused
     state       what a run keeps, and its random numbers
-    training    the loop, what it logs, the final report
+    training    the loop, what it logs, the final report, a trained learner among others
     playing     who sits where, the rollout, the buffer of episodes
     learning    advantages, the loss of PPO, the update
     views       what a player sees, as a short list of facts
@@ -150,9 +158,9 @@ class Args(RunArgs, GameArgs):
     """weight of the value loss"""
     reward_scale: float = 0.2
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
-    prize_floor: float = math.inf
+    prize_floor: float | None = None
     """advantages are divided by the return expected plus this: prizes count by how they compare, not by their
-    size; inf leaves them as they are"""
+    size (default: they are left as they are)"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
     eval_episodes: int = 20_000
@@ -169,7 +177,7 @@ RANGES = (
     (0, 1, ("gamma", "gae_lambda")),
     (0, math.inf, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef", "eval_episodes",
                    "picture_every")),
-    (1e-9, math.inf, ("reward_scale", "max_grad_norm", "prize_floor")),
+    (1e-9, math.inf, ("reward_scale", "max_grad_norm")), (1e-6, 1e6, ("prize_floor",)),
 )
 OF_TRAINING = ("share_parameters", "total_timesteps", "num_envs", "num_steps", "buffer", "buffer_size",
                "learning_rate", "gamma", "gae_lambda", "num_minibatches", "update_epochs", "clip_coef",
@@ -814,7 +822,7 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     advantages, returns = compute_gae(rewards, data["values"], data["ends"], counts, args.gamma,
                                       args.gae_lambda, trace)
     values = data["values"][:-1]
-    if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
+    if args.prize_floor:  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
     seen = {key: data[key] for key in ("x", "told", "awake", "parted") if key in data}
     data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
