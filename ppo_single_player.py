@@ -31,6 +31,7 @@ The file from top to bottom:
 Letters in shapes:
     N players     B games side by side     C cells of the board     T steps of a rollout
     L learners    M rows of a batch        K facts of a view        F features of a view     E episodes
+    D numbers of a memory
 """
 
 import dataclasses
