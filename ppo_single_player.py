@@ -14,7 +14,8 @@ to find out who they are (RL^2). Such as on the scarce board, among players like
 
     python ppo_single_player.py --players ppo MIX MIX MIX --hares 2 --final-time 12 --memory gru
         --meeting-episodes 20 --num-envs 512 --num-steps 64 --num-minibatches 8 --prize-floor 0.5
-        --gamma 0.97 --total-timesteps 14000000         with mix:ns,nh,noisy-ns,noisy-nh for each MIX
+        --gamma 0.97 --learning-rate 3e-3 --total-timesteps 14000000
+    with mix:ns,nh,noisy-ns,noisy-nh for each MIX
 
 The file from top to bottom:
     flags       what can be chosen, and what is refused
