@@ -133,7 +133,7 @@ class Args(RunArgs, GameArgs):
     """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
     """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
-    mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
+    mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
     ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run)"""
     checkpoint: str | None = None
     """folder of the run whose players are taken for --mode adapt and watch"""
@@ -891,7 +891,7 @@ class Table(Saved):
         self.trained_seats = [seat for seat, name in enumerate(args.players) if ".pt:" in name]
         self.game = make_game(args, num_envs, seed)
         names = [None if is_hop(name) or ".pt:" in name else name for name in args.players]
-        self.lineup = Lineup(names, self.game, seed, episodes)
+        self.lineup = Lineup(names, self.game, seed, episodes, episodes)
         self.views = Views(args.height, args.width, n, args.final_time, device)
         self.seats = torch.tensor(self.hop_seats, device=device)  # [L]
         self.order = (self.seats[:, None] + torch.arange(n, device=device)) % n  # [L, N], oneself first
@@ -1624,12 +1624,13 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
+    ends [T, ...] is true there, or says how much of what comes after is lost, from 0 to 1.
     trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
     advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
     Retrace.
     """
     trace = torch.ones_like(rewards) if trace is None else trace
-    goes_on = (~ends).to(rewards.dtype)
+    goes_on = 1 - ends.to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
@@ -2014,26 +2015,11 @@ def adapt(args):
     and across episodes."""
     args, saved = load_players(args)
     seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
-    trained, half = saved["config"]["players"].count("hop"), args.meeting_episodes // 2
+    trained = saved["config"]["players"].count("hop")
     folder = open_run(args)
     seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
     answer = [play_meetings(args, saved, seat, seat % trained, args.seed + seat) for seat in seats]
-    answer = torch.stack(answer).double()  # [seat, meeting, episode]
-    flat = answer.flatten(0, 1)
-    later = flat[:, half:].mean(1)
-    interval = lambda part: (1.96 * part.std(0) / math.sqrt(len(part))).tolist()
-    episodes = [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))]
-    second_half = {"mean": later.mean().item(), "ci95": interval(later),
-                   "seats": answer[:, :, half:].mean((1, 2)).tolist()}
-    save_json(os.path.join(folder, "results.json"),
-              {"players": list(args.players), "episodes": episodes, "second_half": second_half})
-    rows = [["episode", "return", "95 %"]]
-    for number, row in enumerate(episodes, 1):
-        rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])
-    print_table(f"return of the HOP+ player by episode of a meeting ({' '.join(args.players)}, "
-                f"{board_name(args)}, {len(flat)} meetings, all seats)", rows)
-    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {second_half['mean']:.3f} ± "
-          f"{second_half['ci95']:.3f}. Everything is in {folder}")
+    report_meetings(args, folder, torch.stack(answer))
     return 0
 
 
@@ -2097,6 +2083,8 @@ def load_policies(names, views):
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
+        if "recall.weight" in checkpoint["run"]["agent"]:
+            raise Refused(f"--players {name}: a player with --memory gru sits down with --mode adapt only")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
         (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
         if (inputs, size) != (views.num_inputs, hidden_size):
@@ -3017,19 +3005,20 @@ class UserPlayer:
 
 
 class Lineup(Saved):
-    """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
+    """Who sits where: rule-based players, mixes of them drawn anew now and then, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    mix_for: for how many episodes a draw of the mixes holds, such as 1 or those of a meeting.
     known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
 
     saved = ("kind", "episode", "generator")
 
-    def __init__(self, names, game, seed=0, episodes=1):
+    def __init__(self, names, game, seed=0, episodes=1, mix_for=1):
         if len(names) != game.num_players:
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
-        self.names, self.episodes = list(names), episodes
+        self.names, self.episodes, self.mix_for = list(names), episodes, mix_for
         self.generator = seeded(seed, "lineup", game.device)
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
@@ -3046,11 +3035,12 @@ class Lineup(Saved):
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
-        """Begins an episode where `which` [B] says so: mixes are drawn anew."""
+        """Begins an episode where `which` [B] says so: mixes are drawn anew where their draw is used up."""
         self.episode = self.episode + which
+        anew = which & (self.episode % self.mix_for == 0)
         number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
         drawn = self.first + (number.double() * self.sizes).long()
-        self.kind = torch.where(which[:, None], drawn, self.kind)
+        self.kind = torch.where(anew[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 
@@ -3262,6 +3252,26 @@ def summarise(returns, seats, names):
     return {**{name: column.mean().item() for name, column in columns.items()},
             "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
+
+
+def report_meetings(args, folder, answer):
+    """Writes results.json and prints the table of a trained player's returns [seat, meeting, episode]."""
+    answer, half = answer.double(), args.meeting_episodes // 2
+    flat = answer.flatten(0, 1)
+    later = flat[:, half:].mean(1)
+    interval = lambda part: (1.96 * part.std(0) / math.sqrt(len(part))).tolist()
+    episodes = [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))]
+    second_half = {"mean": later.mean().item(), "ci95": interval(later),
+                   "seats": answer[:, :, half:].mean((1, 2)).tolist()}
+    save_json(os.path.join(folder, "results.json"),
+              {"players": list(args.players), "episodes": episodes, "second_half": second_half})
+    rows = [["episode", "return", "95 %"]]
+    for number, row in enumerate(episodes, 1):
+        rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])
+    print_table(f"return of the trained player by episode of a meeting ({' '.join(args.players)}, "
+                f"{board_name(args)}, {len(flat)} meetings, all seats)", rows)
+    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {second_half['mean']:.3f} ± "
+          f"{second_half['ci95']:.3f}. Everything is in {folder}")
 
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),

@@ -2,16 +2,25 @@
 
     python ppo_single_player.py                              one learner among three stag hunters (1 minute)
     python ppo_single_player.py --players ppo ppo ppo ppo    self-play of four independent learners (1 minute)
+    python ppo_single_player.py --mode adapt --checkpoint runs/x --players ppo nh nh nh    a trained one
     tensorboard --logdir runs                                curves, boards and action histograms
 
 Every seat that says `ppo` is a learner of its own: its own parameters, its own trajectory, its own losses.
 Their parameters are stacked, so that four learners cost little more than one. The run prints one moving line,
 then a table of returns over 20,000 fresh episodes, and leaves everything in `runs/<run name>/`.
 
+With `--memory gru` a learner remembers a whole meeting, a row of episodes with the same players, and learns
+to find out who they are (RL^2). Such as on the scarce board, among players like those of HOP+'s warm-up:
+
+    python ppo_single_player.py --players ppo MIX MIX MIX --hares 2 --final-time 12 --memory gru
+        --meeting-episodes 20 --num-envs 512 --num-steps 64 --num-minibatches 8 --prize-floor 0.5
+        --gamma 0.97 --learning-rate 3e-3 --total-timesteps 14000000
+    with mix:ns,nh,noisy-ns,noisy-nh for each MIX
+
 The file from top to bottom:
     flags       what can be chosen, and what is refused
     state       what a run keeps, and its random numbers
-    training    the loop, what it logs, the final report
+    training    the loop, what it logs, the final report, a trained learner among others
     playing     who sits where, the rollout, the buffer of episodes
     learning    advantages, the loss of PPO, the update
     views       what a player sees, as a short list of facts
@@ -23,6 +32,7 @@ The file from top to bottom:
 Letters in shapes:
     N players     B games side by side     C cells of the board     T steps of a rollout
     L learners    M rows of a batch        K facts of a view        F features of a view     E episodes
+    D numbers of a memory
 """
 
 import dataclasses
@@ -100,10 +110,20 @@ class RunArgs:
 
 @dataclass
 class Args(RunArgs, GameArgs):
+    mode: Literal["train", "adapt"] = "train"
+    """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
     players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
     """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
-    switch-nh-ns, mix:A,B (drawn anew each episode), file.py:Class (your own), runs/x/checkpoint.pt:player_1
+    switch-nh-ns, mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1
     (trained before)"""
+    checkpoint: str | None = None
+    """folder of the run whose learner is taken for --mode adapt"""
+    memory: Literal["none", "gru"] = "none"
+    """what a learner remembers of a meeting: nothing; or what a recurrent network keeps (gru)"""
+    meeting_episodes: int | None = None
+    """episodes of a meeting, a row of episodes with the same players (default: 1, with --mode adapt 20)"""
+    meetings: int = 500
+    """--mode adapt: meetings in each seat"""
     share_parameters: bool = False
     """all learners are one: the same parameters, trained on the data of all their seats"""
     total_timesteps: int = 1_500_000
@@ -140,6 +160,9 @@ class Args(RunArgs, GameArgs):
     """weight of the value loss"""
     reward_scale: float = 0.2
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
+    prize_floor: float | None = None
+    """advantages are divided by the return expected plus this: prizes count by how they compare, not by their
+    size (default: they are left as they are)"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
     eval_episodes: int = 20_000
@@ -152,19 +175,28 @@ class Args(RunArgs, GameArgs):
 
 RANGES = (
     (1, math.inf, ("total_timesteps", "num_envs", "num_steps", "hidden_size", "num_minibatches",
-                   "update_epochs")),
+                   "update_epochs", "meeting_episodes", "meetings")),
     (0, 1, ("gamma", "gae_lambda")),
     (0, math.inf, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef", "eval_episodes",
                    "picture_every")),
-    (1e-9, math.inf, ("reward_scale", "max_grad_norm")),
+    (1e-9, math.inf, ("reward_scale", "max_grad_norm")), (1e-6, 1e6, ("prize_floor",)),
 )
+OF_TRAINING = ("share_parameters", "total_timesteps", "num_envs", "num_steps", "buffer", "buffer_size",
+               "learning_rate", "gamma", "gae_lambda", "num_minibatches", "update_epochs", "clip_coef",
+               "ent_coef", "soft_coef", "vf_coef", "reward_scale", "prize_floor", "max_grad_norm",
+               "eval_episodes", "thresholds", "picture_every", "resume")
 
 
 def check_flags(args):
     """Refuses flags that make no sense, alone or together."""
     check_ranges(args, RANGES)
     episodes = args.buffer == "episodes"
+    unchanging = args.mode == "train" and args.memory == "none" and not any(
+        name.startswith(("mix:", "switch-")) for name in args.players)
     refuse_ignored(args, (
+        ("--mode train", args.mode == "train", ("checkpoint", "meetings")),
+        ("--mode adapt", args.mode == "adapt", OF_TRAINING),
+        ("--memory none and players that never change", unchanging, ("meeting_episodes",)),
         ("--buffer transitions", not episodes, ("buffer_size",)),
         ("--buffer episodes, for they are played whole", episodes, ("num_steps",)),
         ("--stags 0", args.stags == 0, ("stag_reward", "stag_hunters", "strengths")),
@@ -178,9 +210,16 @@ def check_flags(args):
         raise Refused(f"--share-parameters needs two learners or more, --players {players} has 1")
     if args.buffer_size is not None and args.buffer_size < args.final_time:
         raise Refused(f"--buffer-size {args.buffer_size} holds no episode of --final-time {args.final_time}")
-    samples = args.num_envs * (1 if episodes else args.num_steps)
+    if args.memory == "gru" and episodes:
+        raise Refused("--buffer episodes does not go with --memory gru: what was remembered in old "
+                      "episodes is not what would be now")
+    if args.mode == "adapt" and (learners != 1 or not args.checkpoint):
+        raise Refused(f"--mode adapt takes one ppo of --checkpoint runs/x among others, here are "
+                      f"--players {players} and --checkpoint {args.checkpoint}")
+    whole = episodes or args.memory == "gru"  # what is cut into minibatches: whole sequences, or steps
+    samples, what = (args.num_envs, "sequences") if whole else (args.num_envs * args.num_steps, "samples")
     if samples < args.num_minibatches:
-        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an "
+        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} {what} of an "
                       f"update (--num-envs {args.num_envs})")
 
 
@@ -273,6 +312,8 @@ def main(args):
     args = resolve_flags(args)
     check_flags(args)
     prepare_torch(args)
+    if args.mode == "adapt":
+        return adapt(args)
     run = Run(args)
     if args.resume:
         path = os.path.join(args.resume, "checkpoint.pt")
@@ -329,7 +370,8 @@ def train(args, run, folder, writer):
                 log_pictures(args, writer, run, taken, folder)
             if last or ended - saved > args.save_every:
                 saved = ended
-                save_checkpoint(folder, {"learner_of": table.learner_of, "run": run.state_dict()})
+                save_checkpoint(folder, {"config": dataclasses.asdict(args), "learner_of": table.learner_of,
+                                         "run": run.state_dict()})
 
 
 def log_update(writer, run, losses, numbers):
@@ -368,12 +410,19 @@ def record_episode(args, agent, seed):
     return frames + [draw_board(table.game, 0, f"over  {caption}")]
 
 
-@torch.no_grad()
 def evaluate(args, agent, episodes, greedy, seed):
-    """Plays fresh episodes with the learners as they are. -> returns [E, N], the steps that this took"""
-    table = Table(args, min(episodes, 2000), seed, agent)
+    """Plays fresh meetings with the learners as they are. -> returns [E, N], the steps that this took"""
+    num_envs = min(math.ceil(episodes / (args.meeting_episodes or 1)), 2000)
+    returns, steps = play_episodes(args, agent, num_envs, math.ceil(episodes / num_envs), greedy, seed)
+    return returns.flatten(0, 1)[:episodes], steps
+
+
+@torch.no_grad()
+def play_episodes(args, agent, num_envs, episodes, greedy, seed):
+    """Plays some episodes of each of num_envs games. -> returns [episode, B, N], the steps that this took"""
+    table = Table(args, num_envs, seed, agent)
     finished, steps = [], 0
-    while len(finished) * table.game.num_envs < episodes:
+    for _ in range(episodes):
         total, running = 0.0, torch.ones_like(table.game.clock, dtype=torch.bool)
         while running.any():
             out = table.play(table.act(greedy)[0], restart=False)
@@ -382,7 +431,7 @@ def evaluate(args, agent, episodes, greedy, seed):
             running = running & ~out["over"]
         finished.append(total)
         table.restart()
-    return torch.cat(finished)[:episodes], steps
+    return torch.stack(finished), steps
 
 
 def report(args, run, folder, writer):
@@ -413,13 +462,55 @@ def report(args, run, folder, writer):
           f"Everything is in {folder}")
 
 
+def load_learners(args):
+    """The learners of --checkpoint. -> args as they were trained, their weights [L, ...]"""
+    path = asked = args.checkpoint
+    path = os.path.join(path, "checkpoint.pt") if os.path.isdir(path) else path
+    saved = load_checkpoint(path, f"--checkpoint {asked}", args.device)
+    if not saved.keys() >= {"learner_of", "config"}:
+        raise Refused(f"--checkpoint {asked} holds no learners, it was written by {saved['script']}")
+    fixed = [field.name for field in dataclasses.fields(GameArgs)] + ["memory", "hidden_size"]
+    for name in fixed:
+        given, trained = getattr(args, name), saved["config"][name]
+        if given not in (trained, getattr(Args, name)):
+            raise Refused(f"{flag(name)} {given} differs from {trained}, with which {asked} was trained")
+    given, trained = len(args.players), len(saved["config"]["players"])
+    if given != trained:
+        raise Refused(f"--players names {given} players, {asked} was trained with {trained}")
+    args = dataclasses.replace(args, meeting_episodes=args.meeting_episodes or 20,
+                               **{name: saved["config"][name] for name in fixed})
+    return args, saved["run"]["agent"]
+
+
+def adapt(args):
+    """A trained learner among others, in each seat, as it is: what it remembers lasts for a meeting."""
+    args, weights = load_learners(args)
+    table = Table(args, 1, args.seed)  # whatever is wrong with the players shows now
+    folder = open_run(args)
+    strangers, answer = [name for name in args.players if name != "ppo"], []
+    for seat in tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True):
+        learner = seat % len(weights["view.weight"])
+        table.agent.load_state_dict({key: value[learner, None] for key, value in weights.items()})
+        seated = dataclasses.replace(args, players=(*strangers[:seat], "ppo", *strangers[seat:]))
+        returns, _ = play_episodes(seated, table.agent, args.meetings, args.meeting_episodes, False,
+                                   args.seed + seat)
+        answer.append(returns[..., seat].T)
+    report_meetings(args, folder, torch.stack(answer))
+    return 0
+
+
 # ===================================================================================== playing
 
 
 class Table(Saved):
-    """The game, and who sits where: learners, trained players, and all the others (a Lineup)."""
+    """The game, and who sits where: learners, trained players, and all the others (a Lineup).
 
-    saved = ("game", "lineup", "generator")
+    With --memory gru, learners carry from step to step of a meeting: their memory [L, M, D], and what they
+    were told last [L, M, TOLD]: an action (one-hot), its reward, and whether an episode has ended since. A
+    learner that has left sees nothing until the next episode; when a meeting is over, all is forgotten.
+    """
+
+    saved = ("game", "lineup", "generator", "memory", "told")
 
     def __init__(self, args, num_envs, seed, agent=None):
         players, device = list(args.players), args.device
@@ -431,7 +522,8 @@ class Table(Saved):
         self.learner_seats = [seat for seat, name in enumerate(players) if name == "ppo"]
         self.trained_seats = [seat for seat, name in enumerate(players) if ".pt:" in name]
         others = [None if name == "ppo" or ".pt:" in name else name for name in players]
-        self.lineup = Lineup(others, self.game, seed)
+        episodes = args.meeting_episodes or 1
+        self.lineup = Lineup(others, self.game, seed, episodes, episodes)
         # [learner, seat of that learner]: one seat each, or all of them where the parameters are shared
         self.seats = torch.tensor(self.learner_seats, device=device)[:, None]
         if args.share_parameters:
@@ -439,13 +531,33 @@ class Table(Saved):
         self.learner_of = {self.names[seat]: learner for learner, seats in enumerate(self.seats.tolist())
                            for seat in seats}
         if self.learner_seats:
-            self.agent = agent or Agent(len(self.seats), self.views, args.hidden_size, args.seed).to(device)
+            kind = {"none": Agent, "gru": RecurrentAgent}[args.memory]
+            self.agent = agent or kind(len(self.seats), self.views, args.hidden_size, args.seed).to(device)
         if self.trained_seats:
             self.trained = load_policies([name for name in players if ".pt:" in name], self.views).to(device)
+        self.memory = self.told = None
+        if args.memory == "gru":
+            many = len(self.seats), num_envs * self.seats.shape[1]
+            self.memory = torch.zeros(*many, args.hidden_size, device=device)
+            self.told = torch.zeros(*many, TOLD, device=device)
+        self.reward_scale = args.reward_scale
+        self.over = torch.zeros(num_envs, dtype=torch.bool, device=device)  # episodes played to their end
 
     def learner_rows(self, x):
         """Picks the learners' rows of [B, N, ...] and lays them out as [L, B * seats of a learner, ...]."""
         return x[:, self.seats].transpose(0, 1).flatten(1, 2)
+
+    def think(self, x):
+        """What learners make of views [N, B, K]. -> dict of [L, M], log-probabilities, the memory after it"""
+        step = {"x": self.learner_rows(x.transpose(0, 1))}
+        if self.memory is None:
+            log_probs, step["values"] = self.agent(step["x"])
+            return step, log_probs, None
+        awake = (self.game.cell < self.game.cells) & ~self.over
+        step |= {"told": self.told, "awake": self.learner_rows(awake.T)}
+        once = [step[key][:, :, None] for key in ("x", "told", "awake")]
+        log_probs, step["values"], memory = self.agent(*once, torch.ones_like(once[-1]), self.memory)
+        return step, log_probs, memory
 
     def act(self, greedy=False):
         """-> one joint move [B, N], and what learners saw, did and thought of it: a dict of [L, M]"""
@@ -455,8 +567,7 @@ class Table(Saved):
             log_probs, _ = self.trained(x[self.trained_seats])
             actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
         if self.learner_seats:
-            step["x"] = self.learner_rows(x.transpose(0, 1))
-            log_probs, step["values"] = self.agent(step["x"])
+            step, log_probs, self.memory = self.think(x)
             probs = log_probs.exp()
             step["actions"] = log_probs.argmax(-1) if greedy else sample_actions(probs, self.generator)
             step["logprobs"] = log_probs.gather(-1, step["actions"][..., None]).squeeze(-1)
@@ -465,17 +576,41 @@ class Table(Saved):
         return actions, step
 
     def play(self, actions, restart=True):
-        """Plays a joint move, and begins new episodes where one is over. -> what the game's advance gives"""
+        """Plays a joint move, and begins new episodes where one is over, unless told not to.
+
+        -> what the game's advance gives, and `parted` [B], where a meeting is over
+        """
         out = self.game.advance(actions)
-        if restart:
-            self.game.reset(out["over"])
-            self.lineup.reset(out["over"])
+        if self.memory is not None:
+            self.tell(out)
+        self.over = self.over | out["over"]
+        out["parted"] = self.begin(self.over) if restart else torch.zeros_like(self.over)
         return out
+
+    def tell(self, out):
+        """Tells learners what they did and earned in a step that they were there for, and that it ended."""
+        reward = out["reward"][..., None] * self.reward_scale
+        action = F.one_hot(out["action"].long(), NUM_ACTIONS)
+        done = torch.cat([action, reward, torch.zeros_like(reward)], -1)  # [B, N, TOLD]
+        there = out["present"] & ~self.over[:, None]
+        told = torch.where(self.learner_rows(there)[..., None], self.learner_rows(done), self.told)
+        ended = self.learner_rows(out["over"][:, None].expand_as(there)).float()
+        self.told = torch.cat([told[..., :-1], torch.maximum(told[..., -1], ended)[..., None]], -1)
+
+    def begin(self, which):
+        """Begins a new episode where `which` [B] says so. -> where it is the first of a meeting [B]"""
+        self.game.reset(which)
+        self.lineup.reset(which)
+        self.over = self.over & ~which
+        first = which & (self.lineup.episode % self.lineup.episodes == 0)
+        if self.memory is not None:
+            goes_on = self.learner_rows(~first[:, None].expand(-1, len(self.names)))[..., None]
+            self.memory, self.told = self.memory * goes_on, self.told * goes_on
+        return first
 
     def restart(self):
         """Begins a new episode everywhere."""
-        self.game.reset()
-        self.lineup.reset(torch.ones_like(self.game.clock, dtype=torch.bool))
+        self.begin(torch.ones_like(self.over))
 
 
 def load_policies(names, views):
@@ -489,6 +624,8 @@ def load_policies(names, views):
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
+        if "recall.weight" in checkpoint["run"]["agent"]:
+            raise Refused(f"--players {name}: a player with --memory gru sits down with --mode adapt only")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
         (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
         if (inputs, size) != (views.num_inputs, hidden_size):
@@ -504,28 +641,44 @@ def rollout(args, table, returns):
     """Plays --num-steps steps of each game, or with --buffer episodes one whole episode of each.
 
     -> dict of [T, L, M], where values are [T+1, L, M], and the steps played of each game [B]. `present` says
-    which of these are samples: the player was there, and the episode not yet over.
+    which of these are samples: the player was there, and the episode not yet over. With --memory gru,
+    `memory` [L, M, D] is what was remembered at the beginning.
     """
     whole_episodes = args.buffer == "episodes"
     if whole_episodes:
         table.restart()
     steps, running = [], torch.ones_like(table.game.clock, dtype=torch.bool)
-    played = torch.zeros_like(table.game.clock)
+    played, memory = torch.zeros_like(table.game.clock), table.memory
     for _ in range(args.final_time if whole_episodes else args.num_steps):
         actions, step = table.act()
+        left = args.final_time - 1 - table.game.clock  # after this step
         out = table.play(actions, restart=not whole_episodes)
         returns.add(out["reward"] * running[:, None], out["over"] & running)
         step["rewards"] = table.learner_rows(out["reward"]) * args.reward_scale
-        step["ends"] = table.learner_rows(out["ended"])
         step["present"] = table.learner_rows(out["present"] & running[:, None])
+        if memory is None:
+            step["ends"] = table.learner_rows(out["ended"])
+        else:
+            ends = meeting_ends(out["over"], out["parted"], left, args.gamma)
+            ends = torch.stack([ends, out["parted"].float()], -1)[:, None].expand(-1, len(table.names), -1)
+            step["ends"], step["parted"] = table.learner_rows(ends).unbind(-1)
         steps.append(step)
         played += running
         if whole_episodes:
             running = running & ~out["over"]
     data = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
-    x = table.learner_rows(table.views.look(table.game.state()).transpose(0, 1))
-    data["values"] = torch.cat([data["values"], table.agent(x)[1][None]])
-    return data, played
+    last, _, _ = table.think(table.views.look(table.game.state()))
+    data["values"] = torch.cat([data["values"], last["values"][None]])
+    return data | ({} if memory is None else {"memory": memory}), played
+
+
+def meeting_ends(over, parted, left, gamma):
+    """What is lost of all that comes after a step, from 0 to 1, for learners that remember: [B].
+
+    Nothing within an episode, and all where a meeting is over. Between two of its episodes it is as if the
+    clock had run down, `left` steps: a later episode counts as much however long the one before it took.
+    """
+    return torch.where(parted, 1.0, (1 - gamma ** left) * over)
 
 
 class EpisodeBuffer(Saved):
@@ -570,12 +723,13 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
+    ends [T, ...] is true there, or says how much of what comes after is lost, from 0 to 1.
     trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
     advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
     Retrace.
     """
     trace = torch.ones_like(rewards) if trace is None else trace
-    goes_on = (~ends).to(rewards.dtype)
+    goes_on = 1 - ends.to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[0])
     for t in reversed(range(len(rewards))):
@@ -599,7 +753,8 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
     """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
 
     log_probs [L, M, 7] and value [L, M] are what the networks answer now; batch holds [L, M] of actions,
-    logprobs, advantages, returns, trace, and weight: 1 for a sample, 0 where the player was absent.
+    logprobs, advantages, returns, trace, weight: 1 for a sample, 0 where the player was absent, and
+    value_weight, the same for the value.
     """
     weight, advantages = batch["weight"], batch["advantages"]
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
@@ -609,7 +764,7 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(advantages * ratio, advantages * clipped)
     policy_loss = -masked_mean(surrogate * batch["trace"], weight)
-    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), weight)
+    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), batch["value_weight"])
     entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
     loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
     with torch.no_grad():
@@ -629,35 +784,66 @@ def clip_gradients(agent, max_norm):
         gradient.mul_(factor)
 
 
+def cut_samples(data, num_minibatches, generator):
+    """Cuts data [T, L, M, ...] into minibatches [L, samples, ...] in a random order, without the absent."""
+    flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
+    weight = flat["weight"].view(data["weight"].shape[1], -1)  # [L, samples]
+    offset = torch.arange(len(weight), device=weight.device)[:, None] * weight.shape[1]
+    most = max(int(weight.sum(1).max()), num_minibatches)
+    # a random order with the absent at the end: the longest list of samples is as far as one need go
+    number = torch.rand(weight.shape, generator=generator, device=weight.device)
+    for rows in (number - weight).argsort(1)[:, :most].chunk(num_minibatches, 1):
+        index = (rows + offset).flatten()
+        yield {key: x.index_select(0, index).unflatten(0, rows.shape) for key, x in flat.items()}
+
+
+def cut_sequences(data, memory, num_minibatches, generator):
+    """Cuts data [T, L, M, ...] into minibatches of sequences [L, m, T, ...] with their memory [L, m, D]."""
+    data = {key: value.movedim(0, 2) for key, value in data.items()} | {"memory": memory}  # [L, M, ...]
+    number = torch.rand(memory.shape[:2], generator=generator, device=memory.device)
+    learner = torch.arange(len(memory), device=memory.device)[:, None]
+    for rows in number.argsort(1).chunk(num_minibatches, 1):
+        yield {key: value[learner, rows] for key, value in data.items()}
+
+
+def answer(agent, batch):
+    """What the networks make of a minibatch. -> log-probabilities [L, M, 7], values [L, M], its samples"""
+    if "memory" not in batch:
+        return *agent(batch["x"]), batch
+    goes_on = 1 - batch["parted"]
+    log_probs, value, _ = agent(batch["x"], batch["told"], batch["awake"], goes_on, batch["memory"])
+    return log_probs, value, {key: part.flatten(1, 2) for key, part in batch.items()}
+
+
 def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     """One PPO update of all learners on data [T, L, M]. -> the means of the losses over it, each [L]"""
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
-    advantages, returns = compute_gae(rewards, data["values"], data["ends"], data["present"], args.gamma,
+    memory, weight = data.get("memory"), data["present"].float()
+    # learners that remember also value the time that they are away, for the meeting goes on
+    counts = data["present"] if memory is None else torch.ones_like(data["present"])
+    advantages, returns = compute_gae(rewards, data["values"], data["ends"], counts, args.gamma,
                                       args.gae_lambda, trace)
-    data = {"x": data["x"], "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
-            "values": data["values"][:-1], "advantages": advantages, "weight": data["present"].float(),
+    values = data["values"][:-1]
+    if args.prize_floor:  # a small prize in a poor game counts as a large one in a rich game
+        advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
+    seen = {key: data[key] for key in ("x", "told", "awake", "parted") if key in data}
+    data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
+            "advantages": advantages, "weight": weight, "value_weight": counts.float(),
             "trace": torch.ones_like(advantages) if trace is None else trace}
-    flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
-    weight = flat["weight"].view(advantages.shape[1], -1)  # [L, samples]
-    num_learners, samples = weight.shape
-    offset = torch.arange(num_learners, device=weight.device)[:, None] * samples
-    most = max(int(weight.sum(1).max()), args.num_minibatches)
     totals = []
     for _ in range(args.update_epochs):
-        # a random order with the absent at the end: the longest list of samples is as far as one need go
-        number = torch.rand(weight.shape, generator=generator, device=weight.device)
-        order = (number - weight).argsort(1)[:, :most]
-        for rows in order.chunk(args.num_minibatches, 1):
-            index = (rows + offset).flatten()
-            batch = {key: x.index_select(0, index).unflatten(0, rows.shape) for key, x in flat.items()}
-            loss, parts = ppo_loss(*agent(batch["x"]), batch, args, ent_coef)
+        batches = (cut_samples(data, args.num_minibatches, generator) if memory is None else
+                   cut_sequences(data, memory, args.num_minibatches, generator))
+        for batch in batches:
+            log_probs, value, batch = answer(agent, batch)
+            loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
             optimizer.zero_grad()
             loss.sum().backward()
             clip_gradients(agent, args.max_grad_norm)
             optimizer.step()
             totals.append(parts)
     means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
-    returns, values = (flat[key].view(weight.shape) for key in ("returns", "values"))
+    returns, values, weight = (part.transpose(0, 1).flatten(1) for part in (returns, values, weight))
     unexplained = variance(returns - values, weight) / variance(returns, weight).clamp(min=1e-8)
     return {**means, "explained_variance": 1 - unexplained}
 
@@ -843,6 +1029,51 @@ class Agent(nn.Module):
     def forward(self, x):
         """Views [L, M, K] -> log-probabilities of the actions [L, M, 7], values [L, M]."""
         return self.decide(self.view(x), self.views.mask(x))
+
+
+TOLD = 9  # numbers that a learner with a memory is told beside its view: see Table
+
+
+class RecurrentAgent(Agent):
+    """The policies and values of L learners with a memory, a gated recurrent unit (Cho et al. 2014) each.
+
+    The memory lasts as long as the caller hands it on, such as a meeting (RL^2, Duan et al. 2016).
+    """
+
+    def __init__(self, num_learners, views, hidden_size, seed):
+        super().__init__(num_learners, views, hidden_size, seed)
+        size = num_learners, hidden_size
+        self.told = Linear(num_learners, TOLD, hidden_size, 1.0, seed)
+        self.gates = Linear(*size, 3 * hidden_size, 1.0, seed)  # from what is seen: reset, update, new
+        self.recurrent = Linear(*size, 3 * hidden_size, 1.0, seed + 1)  # from the memory
+        self.recall = Linear(*size, hidden_size, 1.0, seed + 1)
+        self.present = Linear(*size, hidden_size, math.sqrt(2), seed + 2)
+
+    def step(self, gates, memory):
+        """One step of the unit: what is seen, through `gates` [L, M, 3 D], and memory [L, M, D] -> memory"""
+        size, recurrent = memory.shape[-1], self.recurrent(memory)
+        reset, keep = torch.sigmoid(gates[..., :2 * size] + recurrent[..., :2 * size]).chunk(2, -1)
+        new = torch.tanh(gates[..., 2 * size:] + reset * recurrent[..., 2 * size:])
+        return new + keep * (memory - new)
+
+    def forward(self, x, told, awake, goes_on, memory):
+        """Sequences of views [L, M, T, K], what was told [L, M, T, TOLD], memory [L, M, D] at the beginning.
+
+        awake [L, M, T] is false where nothing is seen, goes_on [L, M, T] is 0 where all is forgotten after
+        the step. -> log-probabilities [L, M * T, 7], values [L, M * T], memory after the last step
+        """
+        first = self.view(x.flatten(1, 2)) + self.told(told.flatten(1, 2))
+        hidden = torch.tanh(self.hidden(torch.tanh(first)))
+        gates = self.gates(hidden).unflatten(1, x.shape[1:3])
+        memories, parts = [], (gates, awake[..., None], goes_on[..., None])
+        for seen, sees, lasts in zip(*(part.unbind(2) for part in parts)):
+            memory = torch.where(sees, self.step(seen, memory), memory)
+            memories.append(memory)
+            memory = memory * lasts
+        recalled = torch.stack(memories, 2).flatten(1, 2)
+        hidden = torch.tanh(self.present(hidden) + self.recall(recalled))
+        log_probs = legal_log_softmax(self.actor(hidden), self.views.mask(x).flatten(1, 2))
+        return log_probs, self.critic(hidden).squeeze(-1), memory
 
 
 # ======================================================================================== game
@@ -1198,19 +1429,20 @@ class UserPlayer:
 
 
 class Lineup(Saved):
-    """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
+    """Who sits where: rule-based players, mixes of them drawn anew now and then, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    mix_for: for how many episodes a draw of the mixes holds, such as 1 or those of a meeting.
     known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
 
     saved = ("kind", "episode", "generator")
 
-    def __init__(self, names, game, seed=0, episodes=1):
+    def __init__(self, names, game, seed=0, episodes=1, mix_for=1):
         if len(names) != game.num_players:
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
-        self.names, self.episodes = list(names), episodes
+        self.names, self.episodes, self.mix_for = list(names), episodes, mix_for
         self.generator = seeded(seed, "lineup", game.device)
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
@@ -1227,11 +1459,12 @@ class Lineup(Saved):
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
-        """Begins an episode where `which` [B] says so: mixes are drawn anew."""
+        """Begins an episode where `which` [B] says so: mixes are drawn anew where their draw is used up."""
         self.episode = self.episode + which
+        anew = which & (self.episode % self.mix_for == 0)
         number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
         drawn = self.first + (number.double() * self.sizes).long()
-        self.kind = torch.where(which[:, None], drawn, self.kind)
+        self.kind = torch.where(anew[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 
@@ -1443,6 +1676,26 @@ def summarise(returns, seats, names):
     return {**{name: column.mean().item() for name, column in columns.items()},
             "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
+
+
+def report_meetings(args, folder, answer):
+    """Writes results.json and prints the table of a trained player's returns [seat, meeting, episode]."""
+    answer, half = answer.double(), args.meeting_episodes // 2
+    flat = answer.flatten(0, 1)
+    later = flat[:, half:].mean(1)
+    interval = lambda part: (1.96 * part.std(0) / math.sqrt(len(part))).tolist()
+    episodes = [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))]
+    second_half = {"mean": later.mean().item(), "ci95": interval(later),
+                   "seats": answer[:, :, half:].mean((1, 2)).tolist()}
+    save_json(os.path.join(folder, "results.json"),
+              {"players": list(args.players), "episodes": episodes, "second_half": second_half})
+    rows = [["episode", "return", "95 %"]]
+    for number, row in enumerate(episodes, 1):
+        rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])
+    print_table(f"return of the trained player by episode of a meeting ({' '.join(args.players)}, "
+                f"{board_name(args)}, {len(flat)} meetings, all seats)", rows)
+    print(f"\nepisodes {half + 1} to {args.meeting_episodes}: {second_half['mean']:.3f} ± "
+          f"{second_half['ci95']:.3f}. Everything is in {folder}")
 
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),

@@ -449,19 +449,20 @@ class UserPlayer:
 
 
 class Lineup(Saved):
-    """Who sits where: rule-based players, mixes of them drawn anew each episode, and players from files.
+    """Who sits where: rule-based players, mixes of them drawn anew now and then, and players from files.
 
     names: one for each seat, in order. A seat named None is left to the caller, who overwrites its actions.
     episodes: how many episodes make a meeting (a row of episodes with the same players).
+    mix_for: for how many episodes a draw of the mixes holds, such as 1 or those of a meeting.
     known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
 
     saved = ("kind", "episode", "generator")
 
-    def __init__(self, names, game, seed=0, episodes=1):
+    def __init__(self, names, game, seed=0, episodes=1, mix_for=1):
         if len(names) != game.num_players:
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
-        self.names, self.episodes = list(names), episodes
+        self.names, self.episodes, self.mix_for = list(names), episodes, mix_for
         self.generator = seeded(seed, "lineup", game.device)
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
@@ -478,11 +479,12 @@ class Lineup(Saved):
         self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
 
     def reset(self, which):
-        """Begins an episode where `which` [B] says so: mixes are drawn anew."""
+        """Begins an episode where `which` [B] says so: mixes are drawn anew where their draw is used up."""
         self.episode = self.episode + which
+        anew = which & (self.episode % self.mix_for == 0)
         number = torch.rand(self.kind.shape, generator=self.generator, device=self.kind.device)
         drawn = self.first + (number.double() * self.sizes).long()
-        self.kind = torch.where(which[:, None], drawn, self.kind)
+        self.kind = torch.where(anew[:, None], drawn, self.kind)
         for player in self.users.values():
             player.reset(which)
 

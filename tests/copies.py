@@ -35,6 +35,8 @@ DIFFERENT = {
     "record_episode": "each script shows its own players",
     "evaluate": "each script measures its own players",
     "report": "each script tells of its own experiment",
+    "adapt": "each script seats its own players",
+    "OF_TRAINING": "each script has its own flags",
 }
 SHARED = Path("envs") / "batched.py"  # not at the top level, but under the same law
 LONGEST_DIFF = 24  # lines

@@ -546,6 +546,17 @@ def test_mixes_are_drawn_anew_each_episode():
     assert 0.6 < (again[::2, 0] != names[::2, 0]).mean() < 0.73
 
 
+def test_a_draw_of_the_mixes_holds_for_a_meeting():
+    game = BatchedStagHunt(500)
+    lineup = Lineup(["mix:ns,nh,random", "nsh", "mix:ns,nh", "mix:ns"], game, seed=1, episodes=3, mix_for=3)
+    which = torch.arange(500) % 2 == 0
+    for episode in range(1, 7):
+        before = lineup.kind
+        lineup.reset(which)
+        assert torch.equal(lineup.kind[~which], before[~which])
+        assert torch.equal(lineup.kind, before) == (episode % 3 > 0)
+
+
 def test_a_lineup_resumes_exactly():
     game = BatchedStagHunt(100)
     lineup = Lineup(["mix:ns,nh", "switch-ns-nh", "noisy-ns", "random"], game, seed=1, episodes=2)

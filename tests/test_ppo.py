@@ -118,13 +118,14 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
     batch = {"actions": torch.randint(7, (3, 50), generator=generator), "logprobs": draw(3, 50) * 0.3 - 2,
              "advantages": draw(3, 50), "returns": draw(3, 50),
              "trace": torch.rand(3, 50, generator=generator), "weight": (draw(3, 50) > 0).float()}
+    batch["value_weight"] = batch["weight"]
     loss, _ = script.ppo_loss(log_probs, value, batch, args, 0.01)
     for learner in range(3):
         slow = slow_ppo_loss(log_probs, value, batch, args, 0.01, learner)
         assert loss[learner].item() == pytest.approx(slow, abs=1e-5)
     absent = batch["weight"] == 0
     changed = {key: torch.where(absent, x * 3, x) if x.is_floating_point() and
-               key != "weight" else x for key, x in batch.items()}
+               "weight" not in key else x for key, x in batch.items()}
     assert torch.allclose(script.ppo_loss(log_probs, value, changed, args, 0.01)[0], loss, atol=1e-6)
 
 
@@ -182,7 +183,8 @@ def test_a_first_layer_is_the_product_with_the_features():
     assert all(torch.allclose(a, b, atol=1e-3) for a, b in zip(one, two))
 
 
-def test_relabelling_the_seats_relabels_learning(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, {"memory": "gru", "meeting_episodes": 3, "prize_floor": 0.5}])
+def test_relabelling_the_seats_relabels_learning(tmp_path, monkeypatch, changes):
     """A learner in seat 3 ends with the parameters that it would have in seat 1, all draws relabelled too."""
     turn = [2, 3, 0, 1]  # the player that sat in seat s sits in seat turn[s]
     boards, sample = script.BatchedStagHunt.draw_boards, script.sample_actions
@@ -197,15 +199,16 @@ def test_relabelling_the_seats_relabels_learning(tmp_path, monkeypatch):
         return sample(probabilities, generator)
 
     first, third = ("ppo", "ns", "noisy-nh", "random"), ("noisy-nh", "random", "ppo", "ns")
-    script.main(flags(tmp_path, players=first, run_name="seat1", eval_episodes=0))
+    script.main(flags(tmp_path, players=first, run_name="seat1", eval_episodes=0, **changes))
     monkeypatch.setattr(script.BatchedStagHunt, "draw_boards", turned_boards)
     monkeypatch.setattr(script, "sample_actions", turned_sample)
-    script.main(flags(tmp_path, players=third, run_name="seat3", eval_episodes=0))
+    script.main(flags(tmp_path, players=third, run_name="seat3", eval_episodes=0, **changes))
     one, three = weights(tmp_path / "seat1"), weights(tmp_path / "seat3")
     for key in one:
         assert torch.allclose(one[key], three[key], atol=1e-6), key
     untrained = script.Agent(1, script.Views(4, 4, 4, 35), 16, 1).view.weight
     assert not torch.allclose(one["view.weight"], untrained)  # something was learned
+    assert changes == {} or not torch.allclose(one["recall.bias"], torch.zeros(16))
 
 
 def test_each_learner_learns_from_its_own_trajectory_alone(tmp_path):
@@ -228,6 +231,148 @@ def test_each_learner_learns_from_its_own_trajectory_alone(tmp_path):
     assert torch.equal(data["rewards"], torch.stack(earned) * args.reward_scale) and data["rewards"].any()
 
 
+# ----------------------------------------------------------------------------------------- memory
+
+
+REMEMBERS = dict(memory="gru", meeting_episodes=3, players=("ppo", "nh", "mix:ns,nh,random", "ppo"), final_time=9)
+
+
+def test_memory_outlasts_episodes_but_not_meetings_and_the_absent_see_nothing(tmp_path):
+    table = script.Table(flags(tmp_path, **REMEMBERS), 20, 1)
+    times = {"an episode ends": 0, "a meeting ends": 0, "away": 0}
+    with torch.no_grad():
+        for _ in range(120):
+            before, told = table.memory, table.told
+            here = table.learner_rows((table.game.cell < table.game.cells).T)  # [L, B]
+            actions, _ = table.act()
+            after, kinds, episode = table.memory, table.lineup.kind, table.lineup.episode
+            out = table.play(actions)
+            parted, over = out["parted"], out["over"] & ~out["parted"]
+            assert torch.equal(before[~here], after[~here])
+            assert not (before == after).all(-1)[here].any()
+            assert torch.equal(table.memory[:, ~parted], after[:, ~parted])
+            assert not table.memory[:, parted].any() and not table.told[:, parted].any()
+            assert (table.told[:, over, -1] == 1).all()
+            assert torch.equal(table.told[..., -1][~here & ~out["over"]], told[..., -1][~here & ~out["over"]])
+            assert torch.equal(parted, out["over"] & (episode % 3 == 2))
+            assert torch.equal(kinds[~parted], table.lineup.kind[~parted])  # mixes are drawn at meetings
+            reward = out["reward"].T[[0, 3]] * table.reward_scale
+            goes_on = here & ~parted
+            assert torch.equal(table.told[..., -2][goes_on], reward[goes_on])
+            for key, which in zip(times, (over, parted, ~here)):
+                times[key] += int(which.sum())
+    assert min(times.values()) > 20, times
+
+
+def test_a_stretch_answers_as_it_did_step_by_step(tmp_path):
+    """What is stored of a rollout is all that the networks need: the same policies and values come out."""
+    args = flags(tmp_path, **REMEMBERS, num_steps=40)
+    table = script.Table(args, 20, 1)
+    for _ in range(2):  # the second rollout begins in the middle of meetings
+        data, _ = script.rollout(args, table, script.Returns(20, 4, "cpu"))
+    assert data["memory"].any() and data["parted"].any()
+    steps = {key: data[key] for key in ("x", "told", "awake", "parted", "actions", "logprobs")}
+    steps["values"] = data["values"][:-1]
+    for batch in script.cut_sequences(steps, data["memory"], 3, torch.Generator().manual_seed(1)):
+        log_probs, value, batch = script.answer(table.agent, batch)
+        assert torch.allclose(value, batch["values"], atol=1e-5)
+        logprobs = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1)
+        assert torch.allclose(logprobs, batch["logprobs"], atol=1e-5)
+
+
+def test_gradients_reach_back_to_the_beginning_of_the_meeting_and_no_further():
+    views = script.Views(4, 4, 4, 35)
+    x = views.look(script.BatchedStagHunt(6, seed=3).state())[:1, :, None].repeat(1, 1, 5, 1)  # [L, M, T, K]
+    agent, awake = script.RecurrentAgent(1, views, 16, 1), torch.ones(1, 6, 5, dtype=torch.bool)
+    goes_on = torch.ones(1, 6, 5)
+    goes_on[:, :3, 1] = 0  # in three games a new meeting begins with the third step
+    told = torch.zeros(1, 6, 5, script.TOLD, requires_grad=True)
+    _, value, _ = agent(x, told, awake, goes_on, torch.zeros(1, 6, 16))
+    value.view(6, 5)[:, -1].sum().backward()
+    reached = told.grad[0].abs().sum(-1) > 0  # [M, T]
+    assert reached[3:].all() and reached[:3, 2:].all() and not reached[:3, :2].any()
+
+
+def test_gae_over_the_episodes_of_meetings_equals_a_plain_loop():
+    generator = torch.Generator().manual_seed(7)
+    clock_ends, gamma, lam, steps, rows = 6, 0.9, 0.8, 60, 12
+    rewards, values = torch.randn(steps, rows, generator=generator), torch.randn(steps + 1, rows, generator=generator)
+    over, parted = torch.zeros(2, steps, rows, dtype=torch.bool)
+    left = torch.zeros(steps, rows, dtype=torch.int64)
+    for row in range(rows):
+        clock = episode = 0
+        for t in range(steps):
+            clock += 1
+            left[t, row] = clock_ends - clock
+            if clock == clock_ends or torch.rand((), generator=generator) < 0.2:
+                over[t, row], parted[t, row] = True, episode % 3 == 2
+                clock, episode = 0, episode + 1
+    ends = script.meeting_ends(over, parted, left, gamma)
+    answer, _ = script.compute_gae(rewards, values, ends, torch.ones_like(over), gamma, lam)
+    for row in range(rows):
+        for begin in range(steps):
+            expected, factor = 0.0, 1.0
+            for t in range(begin, steps):
+                later = 0.0 if parted[t, row] else gamma ** (1 + int(left[t, row])) if over[t, row] else gamma
+                expected += factor * (rewards[t, row] + later * values[t + 1, row] - values[t, row]).item()
+                factor *= later * lam
+            assert answer[begin, row].item() == pytest.approx(expected, abs=1e-4)
+    assert parted.any() and (over & ~parted).any()
+
+
+def test_each_advantage_is_divided_by_what_was_expected(tmp_path, monkeypatch):
+    given = []
+    monkeypatch.setattr(script, "ppo_loss", lambda log_probs, value, batch, *rest: given.append(batch) or (
+        value.sum(1), {"policy_loss": value.sum(1).detach()}))
+    for floor in (None, 0.5):
+        args = flags(tmp_path, prize_floor=floor, update_epochs=1, num_minibatches=1)
+        run = script.Run(args)
+        data, _ = script.rollout(args, run.table, run.returns)
+        data["values"] = data["values"] + 0.3
+        script.update(args, run.agent, run.optimizer, data, None, 0.0, 0.0, run.table.generator)
+    plain, divided = (batch["advantages"][batch["weight"] > 0] for batch in given)
+    value = (given[0]["returns"] - given[0]["advantages"])[given[0]["weight"] > 0]
+    assert torch.allclose(divided, plain / (value.abs() + 0.5 * args.reward_scale), atol=1e-5)
+    assert divided.abs().max() > plain.abs().max()
+
+
+@pytest.mark.parametrize("changes", [{}, {"memory": "gru", "meeting_episodes": 2, "num_minibatches": 2}])
+def test_a_trained_learner_among_others_in_each_seat(tmp_path, capsys, changes):
+    """--mode adapt leaves what HOP+'s leaves; the seats' means are those of the learner's own seat."""
+    script.main(flags(tmp_path, players=("ns", "ppo", "ns"), eval_episodes=0, hares=2, **changes))
+    before = weights(tmp_path / "run")
+    args = script.Args(mode="adapt", checkpoint=str(tmp_path / "run"), players=("ppo", "nh", "ns"), meetings=30,
+                       meeting_episodes=4, runs_dir=str(tmp_path), run_name="adapt")
+    assert script.main(args) == 0
+    assert same(before, weights(tmp_path / "run")) and "checkpoint.pt" not in os.listdir(tmp_path / "adapt")
+    results = json.loads((tmp_path / "adapt" / "results.json").read_text(encoding="utf-8"))
+    assert results.keys() == {"players", "episodes", "second_half"} and results["players"] == ["ppo", "nh", "ns"]
+    assert len(results["episodes"]) == 4 and results["episodes"][0].keys() == {"return", "ci95"}
+    later = results["second_half"]
+    assert later.keys() == {"mean", "ci95", "seats"} and len(later["seats"]) == 3
+    assert later["mean"] == pytest.approx(sum(later["seats"]) / 3)
+    assert later["mean"] == pytest.approx(sum(row["return"] for row in results["episodes"][2:]) / 2)
+    agent = script.Table(script.load_learners(args)[0], 1, 1).agent
+    agent.load_state_dict(before)
+    seated = script.dataclasses.replace(script.load_learners(args)[0], players=("nh", "ppo", "ns"))
+    returns, _ = script.play_episodes(seated, agent, 30, 4, False, 2)  # seat 2 has seed 1 + 1
+    assert later["seats"][1] == pytest.approx(returns[2:, :, 1].mean().item(), abs=1e-6)
+    out = capsys.readouterr().out
+    assert "episodes 3 to 4:" in out.splitlines()[-1] and "(ppo nh ns, 4x4-2h1s, 90 meetings, all seats)" in out
+
+
+def test_players_with_a_memory_and_other_boards_are_refused(tmp_path):
+    script.main(flags(tmp_path, players=("ppo", "ns"), memory="gru", eval_episodes=0))
+    path = str(tmp_path / "run" / "checkpoint.pt")
+    with pytest.raises(script.Refused, match="a player with --memory gru"):
+        script.main(flags(tmp_path, players=(f"{path}:player_1", "ppo"), run_name="other"))
+    for changes, told in (({"width": 5}, "--width 5 differs from 4"), ({"players": ("ppo", "ns", "ns")}, "names 3"),
+                          ({"checkpoint": str(tmp_path)}, "there is no file")):
+        with pytest.raises(script.Refused, match=told):
+            script.main(script.Args(**{"mode": "adapt", "checkpoint": path, "players": ("ppo", "ns"), **changes}))
+    assert os.listdir(tmp_path) == ["run"]
+
+
 # ------------------------------------------------------------------------------- runs from end to end
 
 
@@ -239,6 +384,8 @@ def test_each_learner_learns_from_its_own_trajectory_alone(tmp_path):
     {"players": ("ppo", "ppo", "ns"), "share_parameters": True, "buffer": "episodes", "buffer_size": 300,
      "num_steps": script.Args.num_steps},
     {"players": ("ppo",) * 4, "max_blocks": 1, "height": 6, "width": 6, "prosocial": True},
+    {"players": ("ppo", "ns", "ppo", "mix:ns,nh"), "memory": "gru", "meeting_episodes": 4, "prize_floor": 0.5},
+    {"players": ("ppo", "ns", "ppo"), "share_parameters": True, "memory": "gru", "dynamic_final_time": True},
 ])
 def test_a_short_run_leaves_its_results(tmp_path, changes, capsys):
     args = flags(tmp_path, **changes)
@@ -274,6 +421,7 @@ def test_the_same_seed_gives_the_same_weights_and_another_seed_others(tmp_path):
 @pytest.mark.parametrize("changes", [
     {"players": ("ppo", "mix:ns,nh", "ppo", "random")},
     {"players": ("ppo", "ns"), "buffer": "episodes", "num_steps": script.Args.num_steps, "total_timesteps": 1200},
+    {"players": ("ppo", "mix:ns,nh", "ppo", "random"), "memory": "gru", "meeting_episodes": 3},
 ])
 def test_a_stopped_run_resumes_to_the_same_weights(tmp_path, monkeypatch, changes):
     script.main(flags(tmp_path, run_name="whole", eval_episodes=0, **changes))
@@ -360,6 +508,17 @@ def test_self_play_learns_to_hunt_together(tmp_path):
     ("--buffer episodes --buffer-size 20", "--buffer-size 20 holds no episode"),
     ("--num-envs 1 --num-steps 2 --num-minibatches 3", "--num-minibatches 3"),
     ("--height 2 --width 2", "--height 2"),
+    ("--memory gru --buffer episodes", "--buffer episodes does not go with --memory gru"),
+    ("--memory gru --num-envs 3", "--num-minibatches 4 are more than the 3 sequences"),
+    ("--meeting-episodes 5", "--meeting-episodes 5 means nothing with --memory none"),
+    ("--memory gru --meeting-episodes 0", "--meeting-episodes 0 must be at least 1"),
+    ("--meetings 9", "--meetings 9 means nothing with --mode train"),
+    ("--checkpoint runs/x", "--checkpoint runs/x means nothing with --mode train"),
+    ("--mode adapt --checkpoint runs/x --gamma 0.5", "--gamma 0.5 means nothing with --mode adapt"),
+    ("--mode adapt", "--mode adapt takes one ppo of --checkpoint"),
+    ("--mode adapt --checkpoint runs/x --players ppo ppo ns ns", "--mode adapt takes one ppo"),
+    ("--mode adapt --checkpoint runs/there-is-none", "--checkpoint runs/there-is-none: there is no file"),
+    ("--prize-floor 0", "--prize-floor 0.0 must lie between 1e-06 and 1e+06"),
     ("--gamma 1.5", "--gamma 1.5"),
     ("--device nonsense", "--device nonsense"),
     ("--resume runs/there-is-none", "--resume runs/there-is-none"),
