@@ -1208,18 +1208,24 @@ class OtherModel(nn.Module):
         """The memory of `num` players that were never seen: [P, num, H]."""
         return self.prior.log_softmax(-1).expand(-1, num, -1)
 
-    def look(self, x):
-        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden];
-        log-probabilities of the actions by hypothesis [7, P, M, H] (actions first: twice as fast)."""
+    def see(self, x):
+        """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
         first = self.view(x)
-        hidden = F.relu(self.glance(F.relu(first)))
+        return first, F.relu(self.glance(F.relu(first)))
+
+    def look(self, x):
+        """What `see` gives, and the log-probabilities of the actions by hypothesis [7, P, M, H] (actions
+        first: twice as fast)."""
+        first, hidden = self.see(x)
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
     def weigh(self, joint):
         """Log-weights from log p(hypothesis, action) [..., H]: Bayes' rule, then the chance of a change."""
-        return ((1 - CHANGE) * joint.softmax(-1) + CHANGE * self.prior.softmax(-1)).log()
+        likely = joint.exp()
+        likely = likely / likely.sum(-1, keepdim=True).clamp(min=1e-30)
+        return ((1 - CHANGE) * likely + CHANGE * self.prior.softmax(-1)).log()
 
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
@@ -1230,11 +1236,11 @@ class OtherModel(nn.Module):
             before.append(memory)
             memory = torch.where(seen[:, t, :, None], self.weigh(memory + taken[:, t]), memory)
         before = torch.stack(before, 1)
-        return before, (before.log_softmax(-1) + taken).logsumexp(-1)
+        return before, (before + taken).logsumexp(-1)
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        weights = memory.softmax(-1)
+        weights = memory.exp()
         mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
