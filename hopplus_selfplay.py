@@ -190,7 +190,7 @@ class Args(RunArgs, GameArgs):
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
     """step size of Adam for the models of others; it falls to 0, and does so late in the run"""
-    moa_minibatches: int = 12
+    moa_minibatches: int = 16
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
@@ -1256,19 +1256,16 @@ class Imagination(Saved):
         known      go on from the real games just played. A partner's type is what the player believes of it
                    there, and the player's own model moves it.
         strangers  a share --strangers of the games. A partner's type is what the warm-up's inference knew of
-                   a player at the end of a recorded meeting, and the warm-up's model moves it. In a share
-                   TREMBLING of the meetings their hands tremble: a share of their actions, from none to all,
-                   is drawn at random from the legal ones, so that they are like nobody on record. They stay
-                   from episode to episode, MEETING on average.
-                   (Models that self-play trains come to expect that whoever stands on the stag hunts it; one
-                   such hunt in twenty games makes waiting among hare hunters look worth while.)
+                   a player at the end of a recorded meeting, and the warm-up's model moves it. It stays from
+                   episode to episode, MEETING on average. (Models that self-play trains come to expect that
+                   whoever stands on the stag hunts it; one such hunt in twenty games makes waiting among hare
+                   hunters look worth while.)
 
     In both the player's belief about its partners follows what they do, as in real games.
     """
 
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
-    TREMBLING = 0.25
-    saved = ("state", "memory", "types", "tremble", "generator")
+    saved = ("state", "memory", "types", "generator")
 
     def __init__(self, args, table, replay):
         self.args, self.table, self.replay = args, table, replay
@@ -1276,7 +1273,7 @@ class Imagination(Saved):
         self.num = math.ceil(args.imagined_per_real * args.num_envs / self.length)
         self.strange = min(round(self.num * args.strangers), self.num - 1)  # these games come last
         self.generator = seeded(args.seed, "imagination", args.device)
-        self.state = self.memory = self.types = self.tremble = None
+        self.state = self.memory = self.types = None
 
     def starts(self, data, count, memory=None):
         """Draws `count` positions of recorded games for each player and step to come.
@@ -1298,19 +1295,10 @@ class Imagination(Saved):
         return states, memory
 
     def draw_types(self):
-        """Strangers for every game, should a meeting begin: types [P, strange, H], and the share of their
-        actions that is random [P, strange, 1]."""
+        """Strangers for every game, should a meeting begin: [P, strange, H]."""
         cast, shape = self.replay.cast[self.table.pairs], (self.length, self.strange)
         meeting = torch.randint(cast.shape[1], shape, generator=self.generator, device=cast.device)
-        alike = self.chance(self.length, self.strange, 1) < 0.5  # all of a game tremble, or each on its own
-        common, own = self.chance(self.length, self.strange, 2), self.chance(len(cast), self.strange, 2)
-        shakes, level = torch.where(*map(self.table.for_pairs, (alike, common)), own).unbind(-1)
-        tremble = (shakes < self.TREMBLING) * (1.5 * level).clamp(max=1)
-        return take(cast, self.table.for_pairs(meeting)), tremble[..., None]
-
-    def chance(self, *shape):
-        """Numbers from 0 to 1."""
-        return torch.rand(shape, generator=self.generator, device=self.table.seats.device)
+        return take(cast, self.table.for_pairs(meeting))
 
     @torch.no_grad()
     def play(self, real, num_steps):
@@ -1325,8 +1313,7 @@ class Imagination(Saved):
         begins = lambda t: {name: part[..., t, :, :].flatten(-2) for name, part in states.items()}
         if self.state is None:
             self.state = begins(0)
-            types, self.tremble = self.draw_types()
-            self.types = torch.cat([memories[:, 0], types], 1)
+            self.types = torch.cat([memories[:, 0], self.draw_types()], 1)
             self.memory = torch.cat([memories[:, 0], fresh], 1)
         shape, steps, memory = (self.length, self.num), [], self.memory
         for t in range(num_steps):
@@ -1369,29 +1356,24 @@ class Imagination(Saved):
         mask, moved = views.mask(partners), []
         if split:
             goal, _ = networks.others.read(self.types[:, :split], hidden[:, :split])
-            first = first[:, :split] + goal @ networks.others.goal
-            moved.append(networks.others.act(first, mask[:, :split]).exp())
+            moved.append(networks.others.act(first[:, :split] + goal @ networks.others.goal, mask[:, :split]))
         if self.strange:
             known = networks.known  # one network moves all strangers, so they stand in one row
             row = lambda part: part[:, split:].flatten(0, 1)[None]
             first, hidden = known.see(row(partners))
             goal, _ = known.read(row(self.types), hidden)
-            meant = known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS).exp()
-            legal = mask[:, split:].float()
-            moved.append(meant + self.tremble * (legal / legal.sum(-1, keepdim=True) - meant))
-        return x, told, log_probs, value, torch.cat(moved, 1), tables
+            moved.append(known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS))
+        return x, told, log_probs, value, torch.cat(moved, 1).exp(), tables
 
     def begin_again(self, over, state, memory, fresh):
         """Other positions where a game is over [L, num], and other partners where a meeting is."""
         self.state = {name: torch.where(over.flatten(), state[name], self.state[name]) for name in STATE}
         over = self.table.for_pairs(over)[..., None]  # [P, num, 1]
         known, strange = over.split([self.num - self.strange, self.strange], 1)
-        strange &= self.table.for_pairs(self.chance(self.length, self.strange, 1)) < 1 / MEETING
-        types, tremble = self.draw_types()
-        new = torch.cat([known, strange], 1)
+        number = torch.rand(self.length, self.strange, 1, generator=self.generator, device=over.device)
+        new = torch.cat([known, strange & self.table.for_pairs(number < 1 / MEETING)], 1)
         self.memory = torch.where(new, torch.cat([memory, fresh], 1), self.memory)
-        self.types = torch.where(new, torch.cat([memory, types], 1), self.types)
-        self.tremble = torch.where(strange, tremble, self.tremble)
+        self.types = torch.where(new, torch.cat([memory, self.draw_types()], 1), self.types)
 
 
 # ==================================================================================== learning
