@@ -539,8 +539,8 @@ def test_refused_data(tmp_path, kind):
 
 def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained):
     (tmp_path / "text.pt").write_text("no checkpoint")
-    torch.save({"script": "another.py"}, tmp_path / "foreign.pt")
-    torch.save({"script": "train_world_model.py", "world_model": {}}, tmp_path / "broken.pt")
+    script.save_checkpoint(str(tmp_path), {"script": "another.py"}, "foreign.pt")
+    script.save_checkpoint(str(tmp_path), {"world_model": {}}, "broken.pt")
     good = os.path.join(trained, "checkpoint.pt")
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
