@@ -96,7 +96,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def __enter__(self):
-        self.before = [(number, signal.signal(number, self.wish)) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
         return self
 
     def wish(self, number, _):
@@ -272,7 +273,7 @@ RANGES = ((1, math.inf, AT_LEAST_1),
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
                "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
-               "eval_policy_episodes", "resume")
+               "eval_policy_episodes", "resume", "save_every")
 OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
 
@@ -282,7 +283,8 @@ def ignored_flags(args):
     return (
         ("--mode train", args.mode == "train", OF_MEETINGS + ("checkpoint",)),
         ("--mode adapt", args.mode == "adapt", OF_TRAINING),
-        ("--mode watch", args.mode == "watch", OF_TRAINING + OF_MEETINGS + ("num_envs",)),
+        ("--mode watch", args.mode == "watch",
+         OF_TRAINING + OF_MEETINGS + ("num_envs", "runs_dir", "run_name")),
         ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
          ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
         ("--search none", unsearched, ("num_simulations", "num_trees", "beta", "eval_episodes")),
@@ -313,6 +315,7 @@ def check_flags(args):
         check_search(args)
     for name in args.warmup_players:
         player_rule(name, "--warmup-players")
+    check_sizes(args)
     played = args.num_envs * args.num_steps
     if args.buffer_size < played:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
@@ -320,6 +323,25 @@ def check_flags(args):
     if args.search_model == "learned" and args.dynamic_final_time:
         raise Refused("--dynamic-final-time needs --search-model rules: the learned model does not foresee "
                       "the deadline")
+
+
+def check_sizes(args):
+    """Refuses what no memory holds."""
+    cells, n = args.height * args.width, len(args.players)
+    played = args.num_envs * args.num_steps
+    check_memory(args, (
+        (4 * cells**2, ("height", "width")), (2 * cells * args.num_envs, ("num_envs", "height", "width")),
+        (8 * n * played, ("num_envs", "num_steps")), (2 * args.final_time, ("final_time",)),
+        (50 * args.imagined_per_real * played / n, ("imagined_per_real", "num_envs", "num_steps")),
+        ((cells + n) * args.buffer_size / 4, ("buffer_size", "height", "width")),
+        (36 * cells * args.warmup_meetings, ("warmup_meetings", "height", "width")),
+        (4 * args.hidden_size * (args.hidden_size + 49 * (n + 2)), ("hidden_size",)),
+        (4 * args.vae_size * (49 * (n + 2) + args.goal_dim), ("vae_size", "goal_dim")),
+        (4 * n * args.hidden_size * NUM_ACTIONS * args.hypotheses, ("hypotheses", "hidden_size")),
+        (2 * cells * args.meetings, ("meetings", "height", "width")), (args.num_simulations, ("num_simulations",)),
+        (args.eval_episodes, ("eval_episodes",)), (args.eval_policy_episodes, ("eval_policy_episodes",)),
+        (args.meetings * args.meeting_episodes, ("meetings", "meeting_episodes")),
+    ))
 
 
 def check_search(args):
@@ -383,7 +405,7 @@ def check_finite(numbers, what, whose=()):
 
 
 def check_memory(args, needs):
-    """Refuses what no memory holds; needs are rows of (four-byte numbers, at least, flags that ask for them)."""
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
     if not hasattr(os, "sysconf"):  # Windows does not tell in this way
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -506,8 +528,8 @@ def check_files(args):
         rules = ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial")
         for name in rules if not trained["data"] else ():
             if trained[name] != getattr(args, name):
-                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which learned a game "
-                              f"of {trained[name]}")
+                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which was trained with "
+                              f"{trained[name]}")
 
 
 def train(args):
@@ -539,7 +561,7 @@ def train(args):
 
 
 def play_and_learn(args, folder, run, log):
-    """Plays, imagines and learns in turns. -> 0 at the end of the run, or the signal that stopped it before"""
+    """Plays, imagines and learns in turns. -> 0 at the end, or the signal that stopped the run before"""
     saved = time.perf_counter()
     with Interrupt() as interrupt:
         while run.timesteps < args.total_timesteps and not interrupt.wanted:
@@ -646,9 +668,10 @@ def report(args, folder, run, log):
     """Evaluates the trained players, prints the tables and writes results.json."""
     log.bar.close()
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
+    speed = run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
                "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2),
-               "sps": round(run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)), "fresh": run.fresh, "evaluation": {},
+               "sps": round(speed), "fresh": run.fresh, "evaluation": {},
                "thresholds": run.thresholds.reached, "simulations": run.simulations,
                "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
                "curve": run.curve}
@@ -2159,9 +2182,9 @@ def load_policies(names, views):
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
-        trained, now = checkpoint["config"]["final_time"], views.first_left - views.first_step - 1
+        trained, now = checkpoint["config"]["final_time"], views.num_facts - views.first_left - 1
         if trained != now:
-            raise Refused(f"--final-time {now} does not fit --players {name}, which was trained with {trained}")
+            raise Refused(f"--final-time {now} does not fit --players {name}, which has {trained}")
         check_weights(checkpoint["run"]["agent"], f"--players {name}")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
         (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
@@ -3035,11 +3058,10 @@ class UserPlayer:
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
         except (Exception, SystemExit) as error:
-            told = error if isinstance(error, (Refused, Failed)) else f"--players {name} cannot play: {error!r}"
-            raise Refused(str(told)) from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def ask(self, method, *parts):
-        """Lets the player do something, with copies of what it is shown; whatever it raises is its own fault."""
+        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
         parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
         try:
             return getattr(self.player, method)(*parts)
@@ -3053,8 +3075,8 @@ class UserPlayer:
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
         step = observation["step"]
-        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat], step,
-                          generator)
+        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
+                          step, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
@@ -3078,7 +3100,7 @@ class Lineup(Saved):
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
         self.generator = seeded(seed, "lineup", game.device)
-        self.users_generator = seeded(seed, "players from files", game.device)  # they may do with it as they please
+        self.users_generator = seeded(seed, "players from files", game.device)  # for them to use
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
         self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
@@ -3174,7 +3196,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 2**62, ("seed",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -3232,7 +3254,7 @@ def leave_results(args, results):
 
 
 def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its checkpoint, is hidden."""
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -3253,7 +3275,7 @@ def save_json(path, content):
 
 
 def write_file(path, content, before=None):
-    """Writes a file to the disk, whole or not at all; what stood there may be kept under the name `before`."""
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -3316,12 +3338,12 @@ def load_run(args, free=("total_timesteps",)):
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
         if now != value and name not in (*free, *ANYTHING_GOES):
-            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its checkpoint, "
-                          f"which has {value}")
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
-            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: what "
-                  "follows will not be the same to the last bit", file=sys.stderr)
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
     return checkpoint
 
 

@@ -69,7 +69,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def __enter__(self):
-        self.before = [(number, signal.signal(number, self.wish)) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
         return self
 
     def wish(self, number, _):
@@ -196,9 +197,9 @@ RANGES = (
     (1, math.inf, ("total_timesteps", "num_envs", "num_steps", "hidden_size", "num_minibatches",
                    "update_epochs")),
     (0, 1, ("gamma", "gae_lambda")),
-    (0, math.inf, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef", "eval_episodes",
-                   "picture_every")),
-    (1e-9, math.inf, ("reward_scale", "max_grad_norm")),
+    (0, 1e6, ("learning_rate", "clip_coef", "ent_coef", "soft_coef", "vf_coef")),
+    (0, math.inf, ("eval_episodes", "picture_every")),
+    (1e-9, 1e6, ("reward_scale", "max_grad_norm")),
 )
 
 
@@ -220,6 +221,15 @@ def check_flags(args):
         raise Refused(f"--share-parameters needs two learners or more, --players {players} has 1")
     if args.buffer_size is not None and args.buffer_size < args.final_time:
         raise Refused(f"--buffer-size {args.buffer_size} holds no episode of --final-time {args.final_time}")
+    if not all(map(math.isfinite, args.thresholds)):
+        raise Refused(f"--thresholds {' '.join(map(str, args.thresholds))} must be finite numbers")
+    cells, n = args.height * args.width, len(args.players)
+    check_memory(args, (
+        (4 * cells**2, ("height", "width")), (2 * cells * args.num_envs, ("num_envs", "height", "width")),
+        (8 * n * args.num_envs * args.num_steps, ("num_envs", "num_steps")),
+        (4 * args.hidden_size * (args.hidden_size + 49 * (n + 2)), ("hidden_size",)),
+        (2 * args.final_time, ("final_time",)), (3 * n * args.eval_episodes, ("eval_episodes",)),
+    ))
     samples = args.num_envs * (1 if episodes else args.num_steps)
     if samples < args.num_minibatches:
         raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {samples} samples of an "
@@ -277,7 +287,7 @@ def check_finite(numbers, what, whose=()):
 
 
 def check_memory(args, needs):
-    """Refuses what no memory holds; needs are rows of (four-byte numbers, at least, flags that ask for them)."""
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
     if not hasattr(os, "sysconf"):  # Windows does not tell in this way
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -374,7 +384,7 @@ def main(args):
 
 
 def train(args, run, folder, writer):
-    """Plays and learns in turns. -> 0 at the end of the run, or the signal that stopped it before"""
+    """Plays and learns in turns. -> 0 at the end, or the signal that stopped the run before"""
     table = run.table
     begun = saved = pictured = time.perf_counter()
     steps_before, seconds_before = run.true_steps, run.seconds
@@ -577,9 +587,9 @@ def load_policies(names, views):
         if player not in learner_of:
             there = ", ".join(learner_of) or "no policies"
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
-        trained, now = checkpoint["config"]["final_time"], views.first_left - views.first_step - 1
+        trained, now = checkpoint["config"]["final_time"], views.num_facts - views.first_left - 1
         if trained != now:
-            raise Refused(f"--final-time {now} does not fit --players {name}, which was trained with {trained}")
+            raise Refused(f"--final-time {now} does not fit --players {name}, which has {trained}")
         check_weights(checkpoint["run"]["agent"], f"--players {name}")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
         (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
@@ -1271,11 +1281,10 @@ class UserPlayer:
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
         except (Exception, SystemExit) as error:
-            told = error if isinstance(error, (Refused, Failed)) else f"--players {name} cannot play: {error!r}"
-            raise Refused(str(told)) from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def ask(self, method, *parts):
-        """Lets the player do something, with copies of what it is shown; whatever it raises is its own fault."""
+        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
         parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
         try:
             return getattr(self.player, method)(*parts)
@@ -1289,8 +1298,8 @@ class UserPlayer:
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
         step = observation["step"]
-        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat], step,
-                          generator)
+        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
+                          step, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
@@ -1314,7 +1323,7 @@ class Lineup(Saved):
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
         self.generator = seeded(seed, "lineup", game.device)
-        self.users_generator = seeded(seed, "players from files", game.device)  # they may do with it as they please
+        self.users_generator = seeded(seed, "players from files", game.device)  # for them to use
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
         self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
@@ -1410,7 +1419,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 2**62, ("seed",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1460,7 +1469,7 @@ def open_run(args):
 
 
 def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its checkpoint, is hidden."""
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1481,7 +1490,7 @@ def save_json(path, content):
 
 
 def write_file(path, content, before=None):
-    """Writes a file to the disk, whole or not at all; what stood there may be kept under the name `before`."""
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1544,12 +1553,12 @@ def load_run(args, free=("total_timesteps",)):
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
         if now != value and name not in (*free, *ANYTHING_GOES):
-            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its checkpoint, "
-                          f"which has {value}")
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
-            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: what "
-                  "follows will not be the same to the last bit", file=sys.stderr)
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
     return checkpoint
 
 

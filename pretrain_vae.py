@@ -83,7 +83,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def __enter__(self):
-        self.before = [(number, signal.signal(number, self.wish)) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
         return self
 
     def wish(self, number, _):
@@ -231,6 +232,15 @@ def check_flags(args):
             raise Refused(f"{shares} must be positive numbers, one for each of --mix {' '.join(args.mix)}")
     if not args.mix:
         raise Refused("--mix names no kind of player")
+    cells, n = args.height * args.width, args.num_players
+    check_memory(args, (
+        (4 * cells**2, ("height", "width")),
+        (2 * n * args.final_time * args.episodes, ("episodes", "final_time")),
+        (2 * n * args.final_time * args.held_out_episodes, ("held_out_episodes", "final_time")),
+        (4 * args.hidden_size * (args.hidden_size + 49 * (n + 2)), ("hidden_size",)),
+        (4 * args.vae_size * (49 * (n + 2) + args.goal_dim), ("vae_size", "goal_dim")),
+        (4 * args.hidden_size * NUM_ACTIONS * args.hypotheses, ("hypotheses", "hidden_size")),
+    ))
     if args.epochs == 0 and args.init_from is None:
         raise Refused("--epochs 0 trains nothing: name networks to score with --init-from")
 
@@ -286,7 +296,7 @@ def check_finite(numbers, what, whose=()):
 
 
 def check_memory(args, needs):
-    """Refuses what no memory holds; needs are rows of (four-byte numbers, at least, flags that ask for them)."""
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
     if not hasattr(os, "sysconf"):  # Windows does not tell in this way
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -392,7 +402,7 @@ def main(args):
 
 
 def train(args, run, folder, writer, samples, held_out):
-    """Learns. -> 0 at the end of the run, or the signal that stopped it; the last evaluation, if there was one"""
+    """Learns. -> 0 at the end, or the signal that stopped the run before; the last evaluation, if any"""
     begun = saved = time.perf_counter()
     step_before, seconds_before, evaluation = run.step, run.seconds, None
     bar = tqdm(total=run.last_step, initial=run.step, unit=" minibatches", dynamic_ncols=True,
@@ -574,7 +584,9 @@ def load_games(args):
     asked = f"--data {args.data}"
     try:
         with np.load(args.data, allow_pickle=False) as file:
-            games = {name: torch.from_numpy(file[name]).long().to(args.device) for name in GAMES}
+            if any(file[name].dtype.kind not in "iu" for name in GAMES):
+                raise TypeError("not whole numbers")
+            games = {name: torch.from_numpy(file[name].astype(np.int64)).to(args.device) for name in GAMES}
             flags = json.loads(str(file["flags"]))
         flags = {name: tuple(flags[name]) if isinstance(flags[name], list) else flags[name]
                  for name in (*board_flags(args), *GAMES_FLAGS)}
@@ -1685,7 +1697,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 2**62, ("seed",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1735,7 +1747,7 @@ def open_run(args):
 
 
 def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its checkpoint, is hidden."""
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1756,7 +1768,7 @@ def save_json(path, content):
 
 
 def write_file(path, content, before=None):
-    """Writes a file to the disk, whole or not at all; what stood there may be kept under the name `before`."""
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1819,12 +1831,12 @@ def load_run(args, free=("total_timesteps",)):
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
         if now != value and name not in (*free, *ANYTHING_GOES):
-            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its checkpoint, "
-                          f"which has {value}")
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
-            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: what "
-                  "follows will not be the same to the last bit", file=sys.stderr)
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
     return checkpoint
 
 

@@ -67,7 +67,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def __enter__(self):
-        self.before = [(number, signal.signal(number, self.wish)) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
         return self
 
     def wish(self, number, _):
@@ -170,6 +171,9 @@ def check_flags(args):
     if not args.checkpoint:
         raise Refused("--checkpoint is missing: name the checkpoint.pt of a run of train_world_model.py")
     check_ranges(args, RANGES)
+    cells = args.height * args.width
+    check_memory(args, ((4 * cells**2, ("height", "width")), (2 * args.final_time, ("final_time",)),
+                        (cells * args.rows / 2, ("rows", "height", "width")), (args.rollouts, ("rollouts",))))
     refuse_ignored(args, (
         ("a test, which is short and runs through", True, ("resume", "save_every")),
         ("--data, which says what to test on", args.data is not None,
@@ -228,7 +232,7 @@ def refuse_ignored(args, ignored):
 
 
 def check_memory(args, needs):
-    """Refuses what no memory holds; needs are rows of (four-byte numbers, at least, flags that ask for them)."""
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
     if not hasattr(os, "sysconf"):  # Windows does not tell in this way
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -939,6 +943,13 @@ def check_data(columns, asked):
             raise Refused(f"{asked}: {name} is {column.dtype} {column.shape}, beside observation {shape}")
         if not np.isfinite(column).all():
             raise Refused(f"{asked}: {name} has a value that is no finite number")
+    if np.abs(columns["reward"].astype(np.float64)).max() > 1e30:
+        raise Refused(f"{asked}: a reward is beyond 1e+30")
+    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "episode": 1e15}
+    for name, limit in most.items():
+        column = columns[name].astype(np.float64)
+        if (column != column.round()).any() or not 0 <= column.min() <= column.max() <= limit:
+            raise Refused(f"{asked}: {name} must be whole numbers from 0 to {limit:g}")
     if not np.isin(columns["actions"], range(NUM_ACTIONS)).all():
         raise Refused(f"{asked}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
     for name in ("observation", "next_observation"):
@@ -1473,7 +1484,7 @@ def sample_actions(probabilities, generator):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 2**62, ("seed",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1531,7 +1542,7 @@ def leave_results(args, results):
 
 
 def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its checkpoint, is hidden."""
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1552,7 +1563,7 @@ def save_json(path, content):
 
 
 def write_file(path, content, before=None):
-    """Writes a file to the disk, whole or not at all; what stood there may be kept under the name `before`."""
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
     new = path + ".new"
     try:
         with open(new, "wb") as file:

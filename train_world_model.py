@@ -69,7 +69,8 @@ class Interrupt:
         os._exit(128 + number)
 
     def __enter__(self):
-        self.before = [(number, signal.signal(number, self.wish)) for number in (signal.SIGINT, signal.SIGTERM)]
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
         return self
 
     def wish(self, number, _):
@@ -197,10 +198,16 @@ def check_flags(args):
         weights = " ".join(f"{weight:g}" for weight in args.plane_weights)
         raise Refused(f"--plane-weights {weights} must be four numbers or more, none below 0: own plane, "
                       "co-players, obstacles, stags, hares")
+    check_memory(args, ((12 * args.hidden_size**2, ("hidden_size",)),
+                        (20 * max(args.rows, args.held_out_rows), ("rows", "held_out_rows")),
+                        (40 * args.batch_size, ("batch_size",)), (2 * args.final_time, ("final_time",))))
     if args.data:
         return {}
     if not args.boards or len(set(args.boards)) < len(args.boards):
         raise Refused(f"--boards {' '.join(args.boards)} must name one board or more, each once")
+    for text in args.boards:  # before its tables are made
+        cells = math.prod(int(side) for side in re.findall(r"\d+", text)[:2])
+        check_memory(args, ((max(4 * cells**2, cells * args.rows // 2), ("boards", "rows")),))
     boards = {text: parse_board(text, args) for text in args.boards}
     most = max(board["num_players"] for board in boards.values())
     if most > MOST_PLAYERS:
@@ -263,7 +270,7 @@ def check_finite(numbers, what, whose=()):
 
 
 def check_memory(args, needs):
-    """Refuses what no memory holds; needs are rows of (four-byte numbers, at least, flags that ask for them)."""
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
     if not hasattr(os, "sysconf"):  # Windows does not tell in this way
         return
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -360,7 +367,7 @@ def main(args):
 
 
 def train(args, run, learned, held_out, folder, writer):
-    """Draws rows and learns from them. -> 0 at the end of the run, or the signal that stopped it before"""
+    """Draws rows and learns from them. -> 0 at the end, or the signal that stopped the run before"""
     model, optimizer = run.model, run.optimizer
     many = max(1, args.batch_size // len(learned))  # rows of each board in a gradient step
     saved, seconds_before = time.perf_counter(), run.seconds
@@ -744,6 +751,13 @@ def check_data(columns, asked):
             raise Refused(f"{asked}: {name} is {column.dtype} {column.shape}, beside observation {shape}")
         if not np.isfinite(column).all():
             raise Refused(f"{asked}: {name} has a value that is no finite number")
+    if np.abs(columns["reward"].astype(np.float64)).max() > 1e30:
+        raise Refused(f"{asked}: a reward is beyond 1e+30")
+    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "episode": 1e15}
+    for name, limit in most.items():
+        column = columns[name].astype(np.float64)
+        if (column != column.round()).any() or not 0 <= column.min() <= column.max() <= limit:
+            raise Refused(f"{asked}: {name} must be whole numbers from 0 to {limit:g}")
     if not np.isin(columns["actions"], range(NUM_ACTIONS)).all():
         raise Refused(f"{asked}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
     for name in ("observation", "next_observation"):
@@ -1378,7 +1392,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 2**62, ("seed",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1428,7 +1442,7 @@ def open_run(args):
 
 
 def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its checkpoint, is hidden."""
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1449,7 +1463,7 @@ def save_json(path, content):
 
 
 def write_file(path, content, before=None):
-    """Writes a file to the disk, whole or not at all; what stood there may be kept under the name `before`."""
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1512,12 +1526,12 @@ def load_run(args, free=("total_timesteps",)):
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
         if now != value and name not in (*free, *ANYTHING_GOES):
-            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its checkpoint, "
-                          f"which has {value}")
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
-            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: what "
-                  "follows will not be the same to the last bit", file=sys.stderr)
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
     return checkpoint
 
 

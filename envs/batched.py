@@ -432,11 +432,10 @@ class UserPlayer:
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
         except (Exception, SystemExit) as error:
-            told = error if isinstance(error, (Refused, Failed)) else f"--players {name} cannot play: {error!r}"
-            raise Refused(str(told)) from error
+            raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def ask(self, method, *parts):
-        """Lets the player do something, with copies of what it is shown; whatever it raises is its own fault."""
+        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
         parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
         try:
             return getattr(self.player, method)(*parts)
@@ -450,8 +449,8 @@ class UserPlayer:
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
         step = observation["step"]
-        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat], step,
-                          generator)
+        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
+                          step, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
@@ -475,7 +474,7 @@ class Lineup(Saved):
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes = list(names), episodes
         self.generator = seeded(seed, "lineup", game.device)
-        self.users_generator = seeded(seed, "players from files", game.device)  # they may do with it as they please
+        self.users_generator = seeded(seed, "players from files", game.device)  # for them to use
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
         self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
