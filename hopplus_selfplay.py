@@ -338,8 +338,9 @@ def check_sizes(args):
         (4 * args.hidden_size * (args.hidden_size + 49 * (n + 2)), ("hidden_size",)),
         (4 * args.vae_size * (49 * (n + 2) + args.goal_dim), ("vae_size", "goal_dim")),
         (4 * n * args.hidden_size * NUM_ACTIONS * args.hypotheses, ("hypotheses", "hidden_size")),
-        (2 * cells * args.meetings, ("meetings", "height", "width")), (args.num_simulations, ("num_simulations",)),
-        (args.eval_episodes, ("eval_episodes",)), (args.eval_policy_episodes, ("eval_policy_episodes",)),
+        (2 * cells * args.meetings, ("meetings", "height", "width")),
+        (args.num_simulations, ("num_simulations",)), (args.eval_episodes, ("eval_episodes",)),
+        (args.eval_policy_episodes, ("eval_policy_episodes",)),
         (args.meetings * args.meeting_episodes, ("meetings", "meeting_episodes")),
     ))
 
@@ -528,7 +529,7 @@ def check_files(args):
         rules = ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial")
         for name in rules if not trained["data"] else ():
             if trained[name] != getattr(args, name):
-                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which was trained with "
+                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which has "
                               f"{trained[name]}")
 
 
