@@ -36,6 +36,7 @@ import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
 import threading
@@ -1516,17 +1517,22 @@ def run_folder(args, number=0):
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
+    place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
-    with Interrupt() as interrupt:  # a folder without its config.json would be of no use
+    with Interrupt() as interrupt:
         try:
-            os.makedirs(folder, exist_ok=args.resume is not None)
-        except OSError as error:
-            asked = f"--runs-dir {args.runs_dir} --run-name {os.path.basename(folder)}"
-            raise Refused(f"{asked}: {folder} cannot be made: {error.strerror}") from error
-        for name in os.listdir(folder):  # what was being written when the run was killed; results of before
-            if name.endswith(".new") or name == "results.json":
-                os.remove(os.path.join(folder, name))
-        save_json(os.path.join(folder, "config.json"), config)
+            os.makedirs(place, exist_ok=True)
+            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+                if name.endswith(".new") or name == "results.json":
+                    os.remove(os.path.join(place, name))
+            save_json(os.path.join(place, "config.json"), config)
+            os.rename(place, folder)
+        except (OSError, Failed) as error:
+            if not args.resume:
+                shutil.rmtree(place, ignore_errors=True)
+            told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
+            told = f"--resume {folder} cannot be written into" if args.resume else told
+            raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)

@@ -164,7 +164,7 @@ def reference(args, script):
 def timeless(part):
     """Content without times and without the run's own name."""
     if isinstance(part, dict):
-        return {key: timeless(value) for key, value in part.items() if key not in TIMES | {"run_name", "runs_dir"}}
+        return {key: timeless(value) for key, value in part.items() if key not in TIMES | {"run_name", "runs_dir", "resume"}}
     return [timeless(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
@@ -477,13 +477,10 @@ def full(args, script, number):
         return None  # there are not so many writes
     if not one_line(ended, lines, (1, 2)):
         return f"write {number + 1}: exit code {ended}: {lines[-3:]}"
-    if glob.glob(os.path.join(folder, "**", "*.new"), recursive=True):
+    if glob.glob(os.path.join(folder, "**", "*.new"), recursive=True) or os.path.exists(folder + ".new"):
         return f"write {number + 1}: a half-written file is left"
     if script == TESTER:
         return ""
-    half = os.path.isdir(folder) and not os.path.exists(os.path.join(folder, "config.json"))
-    if half:
-        shutil.rmtree(folder)  # its first file could not be written; the line said so
     ended, lines = finish(script, go_on(script, folder), folder)
     wrong = [f"exit code {ended}: {lines}"] if ended else differences(folder, reference(args, script)[0])
     return ", ".join(f"write {number + 1}: {part}" for part in wrong)
