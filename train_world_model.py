@@ -195,9 +195,9 @@ def check_flags(args):
         ("--data, which says what to learn from", bool(args.data),
          ("boards", "rows", "gathered", "save_data", "num_players")),
     ))
-    if len(args.plane_weights) < 4 or not all(0 <= weight < math.inf for weight in args.plane_weights):
+    if len(args.plane_weights) < 4 or not all(0 <= weight <= 1e6 for weight in args.plane_weights):
         weights = " ".join(f"{weight:g}" for weight in args.plane_weights)
-        raise Refused(f"--plane-weights {weights} must be four numbers or more, none below 0: own plane, "
+        raise Refused(f"--plane-weights {weights} must be four numbers or more, from 0 to 1e6: own plane, "
                       "co-players, obstacles, stags, hares")
     check_memory(args, ((12 * args.hidden_size**2, ("hidden_size",)),
                         (20 * max(args.rows, args.held_out_rows), ("rows", "held_out_rows")),
