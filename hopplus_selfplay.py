@@ -52,7 +52,10 @@ The file from top to bottom, in the order in which things happen:
     outputs       run folder, pictures, tables
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import io
 import itertools
 import json
 import math
@@ -60,14 +63,55 @@ import os
 import random
 import re
 import runpy
+import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Literal
+from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
+SCRIPT = os.path.basename(__file__)
+
+
+class Interrupt:
+    """What Ctrl-C and SIGTERM do: they end the script at once, in one line, wherever it is. That is safe, for
+    files are written whole or not at all. In a `with` block the first of them is but a wish, `wanted`, which
+    the block grants as soon as all is saved."""
+
+    advice = "nothing was written"  # told in the line; once there is a run, how to go on with it
+
+    def __init__(self):
+        self.wanted = 0  # the signal's number
+
+    @classmethod
+    def watch(cls):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, cls.leave)
+
+    @classmethod
+    def leave(cls, number, _=None):
+        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        os._exit(128 + number)
+
+    def __enter__(self):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
+        return self
+
+    def wish(self, number, _):
+        self.wanted = number
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self.before:
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    Interrupt.watch()  # from here on, for the imports below take seconds
 
 import torch
 import torch.nn as nn
@@ -230,7 +274,7 @@ RANGES = ((1, math.inf, AT_LEAST_1),
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
                "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
-               "eval_policy_episodes", "resume")
+               "eval_policy_episodes", "resume", "save_every")
 OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
 
@@ -240,7 +284,8 @@ def ignored_flags(args):
     return (
         ("--mode train", args.mode == "train", OF_MEETINGS + ("checkpoint",)),
         ("--mode adapt", args.mode == "adapt", OF_TRAINING),
-        ("--mode watch", args.mode == "watch", OF_TRAINING + OF_MEETINGS + ("num_envs",)),
+        ("--mode watch", args.mode == "watch",
+         OF_TRAINING + OF_MEETINGS + ("num_envs", "runs_dir", "run_name")),
         ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
          ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
         ("--search none", unsearched, ("num_simulations", "num_trees", "beta", "eval_episodes")),
@@ -273,10 +318,31 @@ def check_flags(args):
             raise Refused(f"{asked}: players of another run can sit beside trained ones, in --mode adapt")
     for name in args.warmup_players:
         player_rule(name, "--warmup-players")
+    check_sizes(args)
     played = args.num_envs * args.num_steps
     if args.buffer_size < played:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
                       f"(--num-envs {args.num_envs} x --num-steps {args.num_steps})")
+
+
+def check_sizes(args):
+    """Refuses what no memory holds."""
+    cells, n = args.height * args.width, len(args.players)
+    played = args.num_envs * args.num_steps
+    check_memory(args, (
+        (4 * cells**2, ("height", "width")), (2 * cells * args.num_envs, ("num_envs", "height", "width")),
+        (8 * n * played, ("num_envs", "num_steps")), (2 * args.final_time, ("final_time",)),
+        (50 * args.imagined_per_real * played / n, ("imagined_per_real", "num_envs", "num_steps")),
+        ((cells + n) * args.buffer_size / 4, ("buffer_size", "height", "width")),
+        (36 * cells * args.warmup_meetings, ("warmup_meetings", "height", "width")),
+        (4 * args.hidden_size * (args.hidden_size + 49 * (n + 2)), ("hidden_size",)),
+        (4 * args.vae_size * (49 * (n + 2) + args.goal_dim), ("vae_size", "goal_dim")),
+        (4 * n * args.hidden_size * NUM_ACTIONS * args.hypotheses, ("hypotheses", "hidden_size")),
+        (2 * cells * args.meetings, ("meetings", "height", "width")),
+        (args.num_simulations, ("num_simulations",)), (args.eval_episodes, ("eval_episodes",)),
+        (args.eval_policy_episodes, ("eval_policy_episodes",)),
+        (args.meetings * args.meeting_episodes, ("meetings", "meeting_episodes")),
+    ))
 
 
 def check_search(args):
@@ -296,6 +362,14 @@ class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+class Failed(RuntimeError):
+    """What a run cannot go on from: told in one line, with exit code 1."""
+
+
+class NotFinite(Failed):
+    """Numbers that ceased to be finite."""
+
+
 def flag(name):
     """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
@@ -306,8 +380,9 @@ def check_ranges(args, ranges):
     for low, high, names in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is not None and not low <= value <= high:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+            most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
+            if value is not None and not low <= value <= most:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -320,6 +395,26 @@ def refuse_ignored(args, ignored):
             if made and value != defaults[name]:
                 text = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+def check_finite(numbers, what, whose=()):
+    """Ends the run before numbers that are not finite are learned from; whose are the names of the rows."""
+    bad = ~numbers.detach().isfinite()
+    if bad.any():
+        rows = bad.reshape(len(bad), -1).any(1).nonzero()[:, 0].tolist() if len(whose) else []
+        raise NotFinite(" ".join([what, *(f"of {whose[row]}" for row in rows[:1]), "is not finite"]))
+
+
+def check_memory(args, needs):
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
+    if not hasattr(os, "sysconf"):  # Windows does not tell in this way
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for numbers, names in needs:
+        if 4 * numbers > memory:
+            asked = " ".join(f"{flag(name)} {getattr(args, name)}" for name in names)
+            raise Refused(f"{asked} would take {4 * numbers / 1e9:,.0f} GB of memory, here are "
+                          f"{memory / 1e9:,.0f}")
 
 
 class Saved:
@@ -392,20 +487,27 @@ class Run(Saved):
         self.generator = seeded(args.seed, "learning", args.device)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
         self.thresholds = Thresholds((2.5, 2.7, 2.8, 2.85))
+        names = self.table.names
+        self.networks.policy.owners = [names[seat] for seat in self.table.hop_seats]
+        self.networks.others.owners = [f"{names[reader]} for {names[other]}" for reader, other in
+                                       zip(self.table.readers.tolist(), self.table.pairs.tolist())]
         if checkpoint is not None:
-            self.load_state_dict(checkpoint["run"])
+            restore(self, checkpoint["run"], args)
 
     @property
     def true_steps(self):
         """All true-game steps from which something was learned."""
         return self.warmup_steps + self.timesteps
 
-    def save(self, args, folder):
+    def players(self, args):
+        """What is needed to play, and no more."""
         networks = {"policy": self.networks.policy.state_dict(), "others": self.networks.others.state_dict()}
         players = {"config": dataclasses.asdict(args), "networks": networks}
-        players |= {"world_model": self.world.state_dict()} if self.world else {}
-        save_checkpoint(folder, players, "players.pt")  # what is needed to play, and no more
-        save_checkpoint(folder, {**players, "run": self.state_dict()})
+        return players | ({"world_model": self.world.state_dict()} if self.world else {})
+
+    def save(self, args, folder):
+        save_checkpoint(folder, self.players(args), "players.pt")
+        save_checkpoint(folder, {**self.players(args), "run": self.state_dict()})
 
 
 def main(args):
@@ -415,14 +517,52 @@ def main(args):
     return {"train": train, "adapt": adapt, "watch": watch}[args.mode](args)
 
 
+def check_files(args):
+    """Loads what the flags name: whatever is wrong with it shows before anything has been written."""
+    table = Table(args, 1, args.seed)
+    if args.vae_checkpoint:
+        asked = f"--vae-checkpoint {args.vae_checkpoint}"
+        load_goals(args.vae_checkpoint, asked, args, table.networks.prior, table.networks.known)
+    if args.world_model_checkpoint:
+        asked = f"--world-model-checkpoint {args.world_model_checkpoint}"
+        trained = load_world_model(args.world_model_checkpoint, asked)[1]["config"]
+        rules = ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial")
+        for name in rules if not trained["data"] else ():
+            if trained[name] != getattr(args, name):
+                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which has "
+                              f"{trained[name]}")
+
+
 def train(args):
-    checkpoint = None
-    if args.resume:
-        path = os.path.join(args.resume, "checkpoint.pt")
-        checkpoint = load_checkpoint(path, f"--resume {args.resume}", args.device)
-    run = Run(args, checkpoint)
-    folder = open_run(args)
+    checkpoint = load_run(args)
+    if checkpoint is None:
+        check_files(args)
+        folder = open_run(args)
+        run = Run(args)
+    else:
+        run = Run(args, checkpoint)
+        if had_finished(args, run.timesteps >= args.total_timesteps):
+            return 0
+        folder = open_run(args)
     log = Log(args, folder, run)
+    if checkpoint is None:
+        run.save(args, folder)  # so that nobody needs to warm up again
+    try:
+        stopped = play_and_learn(args, folder, run, log)
+    except NotFinite as failure:
+        content = {**run.players(args), "run": run.state_dict()}
+        keep_bad_state(folder, content, failure, f"after {run.timesteps} steps")
+    if stopped:
+        log.bar.close()
+        print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
+    else:
+        report(args, folder, run, log)
+    log.writer.close()
+    return 128 + stopped if stopped else 0
+
+
+def play_and_learn(args, folder, run, log):
+    """Plays, imagines and learns in turns. -> 0 at the end, or the signal that stopped the run before"""
     saved = time.perf_counter()
     with Interrupt() as interrupt:
         while run.timesteps < args.total_timesteps and not interrupt.wanted:
@@ -450,16 +590,10 @@ def train(args):
             last = run.timesteps >= args.total_timesteps or interrupt.wanted
             if last or time.perf_counter() - saved > args.save_every:
                 log.picture()
+                log.writer.flush()
                 run.save(args, folder)
                 saved = time.perf_counter()
-    finished = run.timesteps >= args.total_timesteps
-    if finished:
-        report(args, folder, run, log)
-    else:
-        log.bar.close()
-        print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
-    log.writer.close()
-    return 0 if finished else 130
+    return interrupt.wanted
 
 
 class Log:
@@ -535,9 +669,10 @@ def report(args, folder, run, log):
     """Evaluates the trained players, prints the tables and writes results.json."""
     log.bar.close()
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
+    speed = run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
                "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2),
-               "sps": round(log.speed()), "fresh": run.fresh, "evaluation": {},
+               "sps": round(speed), "fresh": run.fresh, "evaluation": {},
                "thresholds": run.thresholds.reached, "simulations": run.simulations,
                "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
                "curve": run.curve}
@@ -563,6 +698,7 @@ def report(args, folder, run, log):
         print("\nworld model, on fresh mixed games: " + ", ".join(
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
+    log.writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
@@ -651,13 +787,14 @@ def load_goals(path, asked, args, prior, known):
     if "prior" not in saved:
         raise Refused(f"{asked}: {path} holds no goals, it was written by {saved['script']}")
     fitting = {"num_players": known.views.num_players}
-    for name in ("height", "width", "goal_dim", "hypotheses", "hidden_size", "vae_size"):
+    for name in ("height", "width", "final_time", "goal_dim", "hypotheses", "hidden_size", "vae_size"):
         fitting[name] = getattr(args, name)
     for name, value in fitting.items():
         if value != saved["config"][name]:
             raise Refused(f"{flag(name)} {value} does not fit {asked}, which has {saved['config'][name]}")
-    prior.load_state_dict(saved["prior"])
-    known.load_state_dict(saved["known"])
+    for part, weights in ((prior, saved["prior"]), (known, saved["known"])):
+        check_weights(weights, asked)
+        part.load_state_dict(weights)
     return saved
 
 
@@ -689,6 +826,7 @@ def load_world_model(path, asked, device="cpu"):
 
 def make_world_model(weights, asked, device="cpu"):
     """The model whose weights were saved, in a file that `asked` names."""
+    check_weights(weights, asked)
     try:
         model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
         model.load_state_dict(weights)
@@ -719,7 +857,9 @@ def warm_up_world(args):
         which = torch.randint(WORLD_STEPS, (1024,), generator=generator, device=args.device)
         terms = model.loss(pick(rows, which))
         optimizer.zero_grad()
-        sum(term.sum() for term in terms.values()).backward()
+        loss = sum(term.sum() for term in terms.values())
+        check_finite(loss, "the loss of the world model")
+        loss.backward()
         optimizer.step()
         model.shrink(WORLD_SHRINK * rate)
     return model, WORLD_STEPS
@@ -1654,6 +1794,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
             optimizer.zero_grad()
+            check_finite(loss, "the loss of the policy", policy.owners)
             loss.sum().backward()
             clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
@@ -1697,6 +1838,8 @@ def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
     gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
+    whose = getattr(agent, "owners", [f"number {row + 1}" for row in range(len(norm))])
+    check_finite(norm, f"the gradient of {type(agent).__name__}", whose)
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
         gradient.mul_(factor)
@@ -1997,11 +2140,11 @@ def adapt(args):
     and across episodes."""
     args, saved = load_players(args)
     seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
+    run_folder(args)  # and whatever is wrong with its name
     trained = saved["config"]["players"].count("hop")
-    folder = open_run(args)
     seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
     answer = [play_meetings(args, saved, seat, seat % trained, args.seed + seat) for seat in seats]
-    report_meetings(args, folder, torch.stack(answer))
+    report_meetings(args, torch.stack(answer))
     return 0
 
 
@@ -2067,6 +2210,10 @@ def load_policies(names, views):
             raise Refused(f"--players {name}: {path} holds {there}, not {player!r}")
         if "recall.weight" in checkpoint["run"]["agent"]:
             raise Refused(f"--players {name}: a player with --memory gru sits down with --mode adapt only")
+        trained, now = checkpoint["config"]["final_time"], views.num_facts - views.first_left - 1
+        if trained != now:
+            raise Refused(f"--final-time {now} does not fit --players {name}, which has {trained}")
+        check_weights(checkpoint["run"]["agent"], f"--players {name}")
         policies.append({key: value[learner_of[player]] for key, value in checkpoint["run"]["agent"].items()})
         (inputs, size), hidden_size = policies[-1]["view.weight"].shape, len(policies[0]["hidden.weight"])
         if (inputs, size) != (views.num_inputs, hidden_size):
@@ -2970,25 +3117,31 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
-        except Refused:
-            raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Refused(f"--players {name} cannot play: {error!r}") from error
+
+    def ask(self, method, *parts):
+        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
+        parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
+        try:
+            return getattr(self.player, method)(*parts)
+        except (Exception, SystemExit) as error:
+            raise Failed(f"--players {self.name}: its {method} raised {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
-            self.player.reset(which)
+            self.ask("reset", which)
 
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
         step = observation["step"]
-        action = self.player.act(observation["observation"][:, seat], observation["action_mask"][:, seat],
-                                 step, generator)
+        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
+                          step, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
-            raise Refused(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
+            raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         return action
 
 
@@ -3001,13 +3154,14 @@ class Lineup(Saved):
     known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
 
-    saved = ("kind", "episode", "generator")
+    saved = ("kind", "episode", "generator", "users_generator")
 
     def __init__(self, names, game, seed=0, episodes=1, mix_for=1):
         if len(names) != game.num_players:
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes, self.mix_for = list(names), episodes, mix_for
         self.generator = seeded(seed, "lineup", game.device)
+        self.users_generator = seeded(seed, "players from files", game.device)  # for them to use
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
         self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
@@ -3045,33 +3199,58 @@ class Lineup(Saved):
         if self.users:
             observation = game.observe()
         for seat, player in self.users.items():
-            actions[:, seat] = player.act(observation, seat, self.generator)
+            actions[:, seat] = player.act(observation, seat, self.users_generator)
         return actions
 
 
 # =================================================================================== outputs
 
-SCRIPT = os.path.basename(__file__)
+
+ANYTHING_GOES = ("resume", "threads", "save_every")  # flags that a resumed run may be given anew
+
+
+def is_of(value, kind):
+    """Whether a value is of the kind that a flag's annotation names."""
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(is_of(item, parts[0]) for item in value)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if parts:
+        return any(is_of(value, part) for part in parts)
+    return type(value) is kind or kind is float and type(value) is int
+
+
+def read_config(args):
+    """The flags in the config.json of --resume, by name."""
+    asked, path = f"--resume {args.resume}", os.path.join(args.resume, "config.json")
+    if not os.path.isfile(path):
+        raise Refused(f"{asked}: there is no run, {path} is missing")
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
+    kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
+        raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for name, value in saved.items():
+        if not is_of(value, kinds[name]):
+            raise Refused(f"{asked}: {path} says {value!r} for {flag(name)}, which cannot be")
+    return saved
 
 
 def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    path = os.path.join(args.resume, "config.json")
-    if not os.path.isfile(path):
-        raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
-    with open(path, encoding="utf-8") as file:
-        saved = json.load(file)
-    names = {field.name for field in dataclasses.fields(args)}
-    if saved.pop("script") != SCRIPT or saved.keys() != names:
-        raise Refused(f"--resume {args.resume}: that run was begun by another script than this {SCRIPT}")
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    saved = read_config(args)
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
         if given in (field.default, before) or field.name == "resume":
             continue
-        if field.name not in free or given < before:
+        if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **{**saved, "resume": args.resume})
@@ -3079,7 +3258,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -3094,45 +3273,169 @@ def board_name(args):
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
+def run_folder(args, number=0):
+    """Where the run of these flags goes; a name that cannot be used is refused."""
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic + (f"-{number}" if number else "")
+    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = os.path.join(args.runs_dir, name)
+    if not os.path.exists(folder):
+        return folder
+    if args.run_name is None:  # another run was begun in this very second
+        return run_folder(args, number + 1)
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+
+
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
-    name = args.run_name or automatic
-    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
-        raise Refused(f"--run-name {name!r} is no valid folder name")
-    folder = args.resume or os.path.join(args.runs_dir, name)
-    if not args.resume:
-        try:
-            os.makedirs(folder)
-        except OSError as error:
-            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    folder = args.resume or run_folder(args)
+    place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
-    save_json(os.path.join(folder, "config.json"), config)
+    with Interrupt() as interrupt:
+        try:
+            os.makedirs(place, exist_ok=True)
+            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+                if name.endswith(".new") or name == "results.json":
+                    os.remove(os.path.join(place, name))
+            save_json(os.path.join(place, "config.json"), config)
+            os.rename(place, folder)
+        except (OSError, Failed) as error:
+            if not args.resume:
+                shutil.rmtree(place, ignore_errors=True)
+            told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
+            told = f"--resume {folder} cannot be written into" if args.resume else told
+            raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+    if interrupt.wanted:
+        Interrupt.leave(interrupt.wanted)
     return folder
 
 
-def open_writer(folder, args, true_steps=0):
-    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+def leave_results(args, results):
+    """Makes the folder of something short, which is not resumed, with its results in it. -> folder"""
+    folder = open_run(args)
+    Interrupt.advice = f"{folder} is not complete"
+    save_json(os.path.join(folder, "results.json"), results)
+    return folder
+
+
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
-    writer = SummaryWriter(folder, purge_step=true_steps or None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    def show(failure):  # what the writing thread cannot write is raised where the next point is written
+        if not isinstance(failure.exc_value, OSError):
+            threading.__excepthook__(failure)
+
+    threading.excepthook = show
+    writer = SummaryWriter(folder, purge_step=done + 1 if args.resume else None)
+    if not done:
+        flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+        writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
     return writer
 
 
 def save_json(path, content):
     """Writes a JSON file, whole or not at all."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".new", path)
+    write_file(path, json.dumps(content, indent=2).encode())
+
+
+def write_file(path, content, before=None):
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    new = path + ".new"
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if before and os.path.exists(path):
+            os.replace(path, before)
+        os.replace(new, path)
+        if os.name != "nt":  # the folder's list of names is to be on the disk, too
+            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a folder that is gone has no rest either
+            os.remove(new)
+        raise Failed(f"{path} cannot be written: {error.strerror}") from error
+
+
+DIGEST = b"sha256:"  # stands before the last 64 bytes of a checkpoint, the SHA-256 of all before
 
 
 def save_checkpoint(folder, content, name="checkpoint.pt"):
-    """Writes a checkpoint, whole or not at all."""
-    path = os.path.join(folder, name)
-    torch.save({"script": SCRIPT, **content}, path + ".new")
-    os.replace(path + ".new", path)
+    """Writes a checkpoint, whole or not at all, and its SHA-256 behind it; the one before stays as well."""
+    file, path = io.BytesIO(), os.path.join(folder, name)
+    torch.save({"script": SCRIPT, "made_with": made_with(), **content}, file)
+    data = file.getvalue()
+    digest = DIGEST + hashlib.sha256(data).hexdigest().encode()
+    write_file(path, data + digest, path.replace(".pt", "-before.pt") if name == "checkpoint.pt" else None)
+
+
+def made_with():
+    """What numbers depend on to the last bit, beside flags and random numbers."""
+    with open(__file__, "rb") as file:
+        text = hashlib.sha256(file.read().replace(b"\r\n", b"\n")).hexdigest()[:12]
+    return {"torch": str(torch.__version__), "text of the script": text, "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability()}
+
+
+def load_run(args, free=("total_timesteps",)):
+    """The checkpoint of --resume; None without one, also where a run was left before its first."""
+    if args.resume is None:
+        return None
+    asked, path = f"--resume {args.resume}", os.path.join(args.resume, "checkpoint.pt")
+    before = path.replace(".pt", "-before.pt")
+    try:
+        if not os.path.isfile(path) and not os.path.isfile(before):
+            print(f"{args.resume} has no checkpoint yet: it begins anew")
+            return None
+        checkpoint = load_checkpoint(path, asked, args.device)
+    except Refused as refusal:
+        if not os.path.isfile(before):
+            raise
+        checkpoint = load_checkpoint(before, asked, args.device)
+        print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
+        if os.path.isfile(path):
+            os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
+    if checkpoint["script"] != SCRIPT:
+        raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
+    for name, value in checkpoint["config"].items():
+        now = getattr(args, name, None)
+        if now != value and name not in (*free, *ANYTHING_GOES):
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
+    for what, now in made_with().items():
+        if now != checkpoint["made_with"][what]:
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
+    return checkpoint
+
+
+def restore(run, state, args):
+    """Puts a run into the state that was saved."""
+    try:
+        run.load_state_dict({name: state[name] for name in run.saved})
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
+                      f"({type(error).__name__})") from error
+
+
+def had_finished(args, trained):
+    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
+    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
+    if over:
+        print(f"{args.resume} had finished: nothing was changed")
+    return over
+
+
+def keep_bad_state(folder, content, failure, when):
+    """Ends a run whose numbers ceased to be finite; the last good checkpoint stays."""
+    save_checkpoint(folder, content, "not-finite.pt")
+    raise Failed(f"{failure}, {when}; the state is kept in {os.path.join(folder, 'not-finite.pt')}, and the "
+                 "last good checkpoint stays") from failure
 
 
 def load_checkpoint(path, asked, device="cpu"):
@@ -3140,27 +3443,26 @@ def load_checkpoint(path, asked, device="cpu"):
     if not os.path.isfile(path):
         raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
+        with open(path, "rb") as file:
+            data, _, digest = file.read().rpartition(DIGEST)
+    except OSError as error:
+        raise Refused(f"{asked}: {path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts, or damaged")
+    try:
+        checkpoint = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:  # what is no checkpoint fails in many ways
         raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
 
 
-class Interrupt:
-    """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
-
-    def __enter__(self):
-        self.wanted, self.before = False, signal.signal(signal.SIGINT, self.handle)
-        return self
-
-    def handle(self, *_):
-        self.wanted = True
-        signal.signal(signal.SIGINT, self.before)
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
+def check_weights(weights, asked):
+    """Refuses weights that no player and no model can have."""
+    for name, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise Refused(f"{asked}: the weights {name} are not all finite numbers")
 
 
 class Returns(Saved):
@@ -3242,7 +3544,7 @@ def summarise(returns, seats, names):
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
-def report_meetings(args, folder, answer):
+def report_meetings(args, answer):
     """Writes results.json and prints the table of a trained player's returns [seat, meeting, episode]."""
     answer, half = answer.double(), args.meeting_episodes // 2
     flat = answer.flatten(0, 1)
@@ -3251,8 +3553,8 @@ def report_meetings(args, folder, answer):
     episodes = [{"return": mean, "ci95": ci} for mean, ci in zip(flat.mean(0).tolist(), interval(flat))]
     second_half = {"mean": later.mean().item(), "ci95": interval(later),
                    "seats": answer[:, :, half:].mean((1, 2)).tolist()}
-    save_json(os.path.join(folder, "results.json"),
-              {"players": list(args.players), "episodes": episodes, "second_half": second_half})
+    results = {"players": list(args.players), "episodes": episodes, "second_half": second_half}
+    folder = leave_results(args, results)
     rows = [["episode", "return", "95 %"]]
     for number, row in enumerate(episodes, 1):
         rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])
@@ -3307,10 +3609,11 @@ def add_gif(writer, tag, frames, step, path):
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=350, loop=0)
-    with open(path, "rb") as file:
-        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
-                                height=frames[0].height)
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=350, loop=0)
+    write_file(path, file.getvalue())
+    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
+                            height=frames[0].height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
@@ -3323,13 +3626,38 @@ def print_table(title, rows):
         print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
-def run_script(args_class, main):
-    """Reads the flags and runs main; what is refused is one line and exit code 2."""
+def read_flags(args_class):
+    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
+    told = io.StringIO()
     try:
-        sys.exit(main(tyro.cli(args_class)))
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(args_class)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        box = told.getvalue().split("\n", 1)[-1].split("──")[0]
+        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+
+
+def run_script(args_class, main):
+    """Reads the flags and runs main; what is refused is one line and exit code 2, what fails exit code 1."""
+    Interrupt.watch()
+    code = 1
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost where the script ends at once
+        sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        told, code = str(refusal), 2
+    except Failed as failure:
+        told = f"{failure}; {Interrupt.advice}"
+    except OSError as error:  # of the disk or the folder: the scripts do nothing else that raises it
+        told = f"{error.filename or 'a file'} cannot be used: {error.strerror or error}; {Interrupt.advice}"
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -26,17 +26,63 @@ Letters in shapes:
     K tokens                     R rewards that are known
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shutil
+import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
 from types import SimpleNamespace
+
+SCRIPT = os.path.basename(__file__)
+
+
+class Interrupt:
+    """What Ctrl-C and SIGTERM do: they end the script at once, in one line, wherever it is. That is safe, for
+    files are written whole or not at all. In a `with` block the first of them is but a wish, `wanted`, which
+    the block grants as soon as all is saved."""
+
+    advice = "nothing was written"  # told in the line; once there is a run, how to go on with it
+
+    def __init__(self):
+        self.wanted = 0  # the signal's number
+
+    @classmethod
+    def watch(cls):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, cls.leave)
+
+    @classmethod
+    def leave(cls, number, _=None):
+        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        os._exit(128 + number)
+
+    def __enter__(self):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
+        return self
+
+    def wish(self, number, _):
+        self.wanted = number
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self.before:
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    Interrupt.watch()  # from here on, for the imports below take seconds
 
 import numpy as np
 import torch
@@ -126,6 +172,9 @@ def check_flags(args):
     if not args.checkpoint:
         raise Refused("--checkpoint is missing: name the checkpoint.pt of a run of train_world_model.py")
     check_ranges(args, RANGES)
+    cells = args.height * args.width
+    check_memory(args, ((4 * cells**2, ("height", "width")), (2 * args.final_time, ("final_time",)),
+                        (cells * args.rows / 2, ("rows", "height", "width")), (args.rollouts, ("rollouts",))))
     refuse_ignored(args, (
         ("a test, which is short and runs through", True, ("resume", "save_every")),
         ("--data, which says what to test on", args.data is not None,
@@ -152,6 +201,10 @@ class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+class Failed(RuntimeError):
+    """What a run cannot go on from: told in one line, with exit code 1."""
+
+
 def flag(name):
     """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
@@ -162,8 +215,9 @@ def check_ranges(args, ranges):
     for low, high, names in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is not None and not low <= value <= high:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+            most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
+            if value is not None and not low <= value <= most:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -176,6 +230,18 @@ def refuse_ignored(args, ignored):
             if made and value != defaults[name]:
                 text = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+def check_memory(args, needs):
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
+    if not hasattr(os, "sysconf"):  # Windows does not tell in this way
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for numbers, names in needs:
+        if 4 * numbers > memory:
+            asked = " ".join(f"{flag(name)} {getattr(args, name)}" for name in names)
+            raise Refused(f"{asked} would take {4 * numbers / 1e9:,.0f} GB of memory, here are "
+                          f"{memory / 1e9:,.0f}")
 
 
 class Saved:
@@ -218,7 +284,7 @@ def main(args):
     model, checkpoint = load_world_model(args.checkpoint, f"--checkpoint {args.checkpoint}", args.device)
     args = take_rules(args, checkpoint["config"])
     rows, args = find_rows(args)
-    folder = open_run(args)
+    run_folder(args)  # whatever is wrong with its name shows now
     print(f"[INFO] loaded model. obs_shape=({args.height}, {args.width}, {args.num_players + 3}), "
           f"action_dim={NUM_ACTIONS}")
     print(f"[INFO] dataset size={rows_of(rows)}, inferred n_agents={args.num_players}")
@@ -246,10 +312,12 @@ def main(args):
               for low, cells, mean, share in bins]
     print_table("calibration of the cells", table)
     print(f"expected calibration error: {results['calibration_error']:.2e}")
-    save_json(os.path.join(folder, "results.json"), results)
-    log_results(args, folder, totals, results, curve, imagined_episode(args, model, long))
+    frames = imagined_episode(args, model, long)
+    with Interrupt() as interrupt:  # what is written now takes a few seconds
+        folder = leave_results(args, results)
+        log_results(args, folder, totals, results, curve, frames)
     print(f"\nPictures and results.json are in {folder}")
-    return 0
+    return 128 + interrupt.wanted if interrupt.wanted else 0
 
 
 def find_rows(args):
@@ -323,9 +391,6 @@ def roll_outs(args, model, rows, results):
         print(f"  {steps} steps: {percent(curve[-1])} exact to the last cell, "
               f"{int(breached.sum())} breaches, {len(starts)} rollouts")
     return curve
-
-
-
 
 
 def log_results(args, folder, totals, results, curve, frames):
@@ -541,7 +606,9 @@ def plot(path, rows, columns, size, title, paint):
         axis.set_visible(axis.has_data())
     figure.suptitle(title)
     figure.tight_layout()
-    figure.savefig(path, dpi=80)
+    file = io.BytesIO()
+    figure.savefig(file, dpi=80)
+    write_file(path, file.getvalue())
     plt.close(figure)
 
 
@@ -886,6 +953,13 @@ def check_data(columns, asked):
             raise Refused(f"{asked}: {name} is {column.dtype} {column.shape}, beside observation {shape}")
         if not np.isfinite(column).all():
             raise Refused(f"{asked}: {name} has a value that is no finite number")
+    if np.abs(columns["reward"].astype(np.float64)).max() > 1e30:
+        raise Refused(f"{asked}: a reward is beyond 1e+30")
+    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "episode": 1e15}
+    for name, limit in most.items():
+        column = columns[name].astype(np.float64)
+        if (column != column.round()).any() or not 0 <= column.min() <= column.max() <= limit:
+            raise Refused(f"{asked}: {name} must be whole numbers from 0 to {limit:g}")
     if not np.isin(columns["actions"], range(NUM_ACTIONS)).all():
         raise Refused(f"{asked}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
     for name in ("observation", "next_observation"):
@@ -904,6 +978,7 @@ def load_world_model(path, asked, device="cpu"):
 
 def make_world_model(weights, asked, device="cpu"):
     """The model whose weights were saved, in a file that `asked` names."""
+    check_weights(weights, asked)
     try:
         model = WorldModel(len(weights["local.0.bias"]), weights["rewards"].tolist(), weights["gives"].item())
         model.load_state_dict(weights)
@@ -1438,12 +1513,10 @@ def sample_actions(probabilities, generator):
 
 # =================================================================================== outputs
 
-SCRIPT = os.path.basename(__file__)
-
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1458,38 +1531,96 @@ def board_name(args):
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
+def run_folder(args, number=0):
+    """Where the run of these flags goes; a name that cannot be used is refused."""
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic + (f"-{number}" if number else "")
+    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = os.path.join(args.runs_dir, name)
+    if not os.path.exists(folder):
+        return folder
+    if args.run_name is None:  # another run was begun in this very second
+        return run_folder(args, number + 1)
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+
+
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
-    name = args.run_name or automatic
-    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
-        raise Refused(f"--run-name {name!r} is no valid folder name")
-    folder = args.resume or os.path.join(args.runs_dir, name)
-    if not args.resume:
-        try:
-            os.makedirs(folder)
-        except OSError as error:
-            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    folder = args.resume or run_folder(args)
+    place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
-    save_json(os.path.join(folder, "config.json"), config)
+    with Interrupt() as interrupt:
+        try:
+            os.makedirs(place, exist_ok=True)
+            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+                if name.endswith(".new") or name == "results.json":
+                    os.remove(os.path.join(place, name))
+            save_json(os.path.join(place, "config.json"), config)
+            os.rename(place, folder)
+        except (OSError, Failed) as error:
+            if not args.resume:
+                shutil.rmtree(place, ignore_errors=True)
+            told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
+            told = f"--resume {folder} cannot be written into" if args.resume else told
+            raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+    if interrupt.wanted:
+        Interrupt.leave(interrupt.wanted)
     return folder
 
 
-def open_writer(folder, args, true_steps=0):
-    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+def leave_results(args, results):
+    """Makes the folder of something short, which is not resumed, with its results in it. -> folder"""
+    folder = open_run(args)
+    Interrupt.advice = f"{folder} is not complete"
+    save_json(os.path.join(folder, "results.json"), results)
+    return folder
+
+
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
-    writer = SummaryWriter(folder, purge_step=true_steps or None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    def show(failure):  # what the writing thread cannot write is raised where the next point is written
+        if not isinstance(failure.exc_value, OSError):
+            threading.__excepthook__(failure)
+
+    threading.excepthook = show
+    writer = SummaryWriter(folder, purge_step=done + 1 if args.resume else None)
+    if not done:
+        flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+        writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
     return writer
 
 
 def save_json(path, content):
     """Writes a JSON file, whole or not at all."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".new", path)
+    write_file(path, json.dumps(content, indent=2).encode())
+
+
+def write_file(path, content, before=None):
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    new = path + ".new"
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if before and os.path.exists(path):
+            os.replace(path, before)
+        os.replace(new, path)
+        if os.name != "nt":  # the folder's list of names is to be on the disk, too
+            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a folder that is gone has no rest either
+            os.remove(new)
+        raise Failed(f"{path} cannot be written: {error.strerror}") from error
+
+
+DIGEST = b"sha256:"  # stands before the last 64 bytes of a checkpoint, the SHA-256 of all before
 
 
 def load_checkpoint(path, asked, device="cpu"):
@@ -1497,12 +1628,26 @@ def load_checkpoint(path, asked, device="cpu"):
     if not os.path.isfile(path):
         raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
+        with open(path, "rb") as file:
+            data, _, digest = file.read().rpartition(DIGEST)
+    except OSError as error:
+        raise Refused(f"{asked}: {path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts, or damaged")
+    try:
+        checkpoint = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:  # what is no checkpoint fails in many ways
         raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
+
+
+def check_weights(weights, asked):
+    """Refuses weights that no player and no model can have."""
+    for name, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise Refused(f"{asked}: the weights {name} are not all finite numbers")
 
 
 def add_picture(writer, tag, path, step):
@@ -1557,10 +1702,11 @@ def add_gif(writer, tag, frames, step, path):
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    frames[0].save(path, save_all=True, append_images=frames[1:], duration=350, loop=0)
-    with open(path, "rb") as file:
-        picture = Summary.Image(encoded_image_string=file.read(), width=frames[0].width,
-                                height=frames[0].height)
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=350, loop=0)
+    write_file(path, file.getvalue())
+    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
+                            height=frames[0].height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
@@ -1573,13 +1719,38 @@ def print_table(title, rows):
         print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
-def run_script(args_class, main):
-    """Reads the flags and runs main; what is refused is one line and exit code 2."""
+def read_flags(args_class):
+    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
+    told = io.StringIO()
     try:
-        sys.exit(main(tyro.cli(args_class)))
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(args_class)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        box = told.getvalue().split("\n", 1)[-1].split("──")[0]
+        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+
+
+def run_script(args_class, main):
+    """Reads the flags and runs main; what is refused is one line and exit code 2, what fails exit code 1."""
+    Interrupt.watch()
+    code = 1
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost where the script ends at once
+        sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        told, code = str(refusal), 2
+    except Failed as failure:
+        told = f"{failure}; {Interrupt.advice}"
+    except OSError as error:  # of the disk or the folder: the scripts do nothing else that raises it
+        told = f"{error.filename or 'a file'} cannot be used: {error.strerror or error}; {Interrupt.advice}"
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

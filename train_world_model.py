@@ -27,19 +27,64 @@ Letters in shapes:
     K tokens                     R rewards that are known
 """
 
+import contextlib
 import dataclasses
+import hashlib
+import io
 import itertools
 import json
 import math
 import os
 import random
 import re
+import shutil
 import signal
 import sys
+import threading
 import time
 from dataclasses import dataclass
+from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
+SCRIPT = os.path.basename(__file__)
+
+
+class Interrupt:
+    """What Ctrl-C and SIGTERM do: they end the script at once, in one line, wherever it is. That is safe, for
+    files are written whole or not at all. In a `with` block the first of them is but a wish, `wanted`, which
+    the block grants as soon as all is saved."""
+
+    advice = "nothing was written"  # told in the line; once there is a run, how to go on with it
+
+    def __init__(self):
+        self.wanted = 0  # the signal's number
+
+    @classmethod
+    def watch(cls):
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, cls.leave)
+
+    @classmethod
+    def leave(cls, number, _=None):
+        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        os._exit(128 + number)
+
+    def __enter__(self):
+        numbers = (signal.SIGINT, signal.SIGTERM)
+        self.before = [(number, signal.signal(number, self.wish)) for number in numbers]
+        return self
+
+    def wish(self, number, _):
+        self.wanted = number
+        self.__exit__()
+
+    def __exit__(self, *_):
+        for number, handler in self.before:
+            signal.signal(number, handler)
+
+
+if __name__ == "__main__":
+    Interrupt.watch()  # from here on, for the imports below take seconds
 
 import numpy as np
 import torch
@@ -150,14 +195,20 @@ def check_flags(args):
         ("--data, which says what to learn from", bool(args.data),
          ("boards", "rows", "gathered", "save_data", "num_players")),
     ))
-    if len(args.plane_weights) < 4 or not all(0 <= weight < math.inf for weight in args.plane_weights):
+    if len(args.plane_weights) < 4 or not all(0 <= weight <= 1e6 for weight in args.plane_weights):
         weights = " ".join(f"{weight:g}" for weight in args.plane_weights)
-        raise Refused(f"--plane-weights {weights} must be four numbers or more, none below 0: own plane, "
+        raise Refused(f"--plane-weights {weights} must be four numbers or more, from 0 to 1e6: own plane, "
                       "co-players, obstacles, stags, hares")
+    check_memory(args, ((12 * args.hidden_size**2, ("hidden_size",)),
+                        (20 * max(args.rows, args.held_out_rows), ("rows", "held_out_rows")),
+                        (40 * args.batch_size, ("batch_size",)), (2 * args.final_time, ("final_time",))))
     if args.data:
         return {}
     if not args.boards or len(set(args.boards)) < len(args.boards):
         raise Refused(f"--boards {' '.join(args.boards)} must name one board or more, each once")
+    for text in args.boards:  # before its tables are made
+        cells = math.prod(int(side) for side in re.findall(r"\d+", text)[:2])
+        check_memory(args, ((max(4 * cells**2, cells * args.rows // 2), ("boards", "rows")),))
     boards = {text: parse_board(text, args) for text in args.boards}
     most = max(board["num_players"] for board in boards.values())
     if most > MOST_PLAYERS:
@@ -176,6 +227,14 @@ class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+class Failed(RuntimeError):
+    """What a run cannot go on from: told in one line, with exit code 1."""
+
+
+class NotFinite(Failed):
+    """Numbers that ceased to be finite."""
+
+
 def flag(name):
     """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
@@ -186,8 +245,9 @@ def check_ranges(args, ranges):
     for low, high, names in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is not None and not low <= value <= high:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+            most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
+            if value is not None and not low <= value <= most:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -200,6 +260,26 @@ def refuse_ignored(args, ignored):
             if made and value != defaults[name]:
                 text = " ".join(map(str, value)) if isinstance(value, tuple) else value
                 raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+
+
+def check_finite(numbers, what, whose=()):
+    """Ends the run before numbers that are not finite are learned from; whose are the names of the rows."""
+    bad = ~numbers.detach().isfinite()
+    if bad.any():
+        rows = bad.reshape(len(bad), -1).any(1).nonzero()[:, 0].tolist() if len(whose) else []
+        raise NotFinite(" ".join([what, *(f"of {whose[row]}" for row in rows[:1]), "is not finite"]))
+
+
+def check_memory(args, needs):
+    """Refuses what no memory holds; needs are rows of (numbers of four bytes, flags that ask for them)."""
+    if not hasattr(os, "sysconf"):  # Windows does not tell in this way
+        return
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for numbers, names in needs:
+        if 4 * numbers > memory:
+            asked = " ".join(f"{flag(name)} {getattr(args, name)}" for name in names)
+            raise Refused(f"{asked} would take {4 * numbers / 1e9:,.0f} GB of memory, here are "
+                          f"{memory / 1e9:,.0f}")
 
 
 class Saved:
@@ -253,33 +333,42 @@ class Run(Saved):
         self.totals = {}  # name -> (sum, number) of the losses since the last measurement
         self.checked = {}  # the last measurement
 
+    def content(self, args):
+        """What a checkpoint holds."""
+        return {"config": dataclasses.asdict(args), "run": self.state_dict(),
+                "world_model": self.model.state_dict()}
+
 
 def main(args):
     args = resolve_flags(args)
     boards = check_flags(args)
     prepare_torch(args)
+    checkpoint = load_run(args)
+    if checkpoint is not None and had_finished(args, checkpoint["run"]["updates"] >= args.num_updates):
+        return 0
     learned, held_out = load_files(args) if args.data else play_boards(args, boards)
     run = Run(args, learned)
-    if args.resume:
-        path = os.path.join(args.resume, "checkpoint.pt")
-        run.load_state_dict(load_checkpoint(path, f"--resume {args.resume}", args.device)["run"])
+    if checkpoint is not None:
+        restore(run, checkpoint["run"], args)
     folder = open_run(args)
-    if args.save_data and not args.resume:
+    if args.save_data and checkpoint is None:
         for name, rows in learned.items():
             save_data(os.path.join(folder, f"data-{name}.npz"), rows)
     writer = open_writer(folder, args, run.updates)
-    train(args, run, learned, held_out, folder, writer)
-    finished = run.updates >= args.num_updates
-    if finished:
-        report(run, held_out, folder)
-    else:
+    try:
+        stopped = train(args, run, learned, held_out, folder, writer)
+    except NotFinite as failure:
+        keep_bad_state(folder, run.content(args), failure, f"after {run.updates} updates")
+    if stopped:
         print(f"stopped at {run.updates} updates; go on with: python {SCRIPT} --resume {folder}")
+    else:
+        report(run, held_out, folder)
     writer.close()
-    return 0 if finished else 130
+    return 128 + stopped if stopped else 0
 
 
 def train(args, run, learned, held_out, folder, writer):
-    """Draws rows and learns from them, to the end of the run or a Ctrl-C."""
+    """Draws rows and learns from them. -> 0 at the end, or the signal that stopped the run before"""
     model, optimizer = run.model, run.optimizer
     many = max(1, args.batch_size // len(learned))  # rows of each board in a gradient step
     saved, seconds_before = time.perf_counter(), run.seconds
@@ -296,8 +385,11 @@ def train(args, run, learned, held_out, folder, writer):
                 weights = plane_weights(args.plane_weights, len(rows["cell"]), args.device)
                 loss = loss + (terms["planes"] * weights).sum() + terms["reward"] + terms["end"]
                 count_losses(run.totals, terms, name)
+            check_finite(loss, "the loss")
             optimizer.zero_grad()
             loss.backward()
+            for part, parameter in model.named_parameters():
+                check_finite(parameter.grad, f"the gradient of {part}")
             optimizer.step()
             model.shrink(args.shrink * rate)
 
@@ -312,8 +404,9 @@ def train(args, run, learned, held_out, folder, writer):
                 bar.set_postfix_str(f"exact {exact}", refresh=False)
             if last or interrupt.wanted or time.perf_counter() - saved > args.save_every:
                 saved = time.perf_counter()
-                save_checkpoint(folder, {"config": dataclasses.asdict(args), "run": run.state_dict(),
-                                         "world_model": model.state_dict()})
+                writer.flush()
+                save_checkpoint(folder, run.content(args))
+    return interrupt.wanted
 
 
 def plane_weights(weights, num_players, device):
@@ -614,7 +707,9 @@ def save_data(path, rows):
                "next_steps_left": rows["next_left"]}
     columns |= {name: rows[name].T for name in ("actions", "reward", "terminated")}
     columns |= {name: rows[name] for name in ("over", "episode")}
-    np.savez_compressed(path, **{name: part.cpu().numpy() for name, part in columns.items()})
+    file = io.BytesIO()
+    np.savez_compressed(file, **{name: part.cpu().numpy() for name, part in columns.items()})
+    write_file(path, file.getvalue())
 
 
 def load_data(path, asked, device="cpu"):
@@ -664,6 +759,13 @@ def check_data(columns, asked):
             raise Refused(f"{asked}: {name} is {column.dtype} {column.shape}, beside observation {shape}")
         if not np.isfinite(column).all():
             raise Refused(f"{asked}: {name} has a value that is no finite number")
+    if np.abs(columns["reward"].astype(np.float64)).max() > 1e30:
+        raise Refused(f"{asked}: a reward is beyond 1e+30")
+    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "episode": 1e15}
+    for name, limit in most.items():
+        column = columns[name].astype(np.float64)
+        if (column != column.round()).any() or not 0 <= column.min() <= column.max() <= limit:
+            raise Refused(f"{asked}: {name} must be whole numbers from 0 to {limit:g}")
     if not np.isin(columns["actions"], range(NUM_ACTIONS)).all():
         raise Refused(f"{asked}: actions must be whole numbers from 0 to {NUM_ACTIONS - 1}")
     for name in ("observation", "next_observation"):
@@ -1272,27 +1374,52 @@ def sample_actions(probabilities, generator):
 
 # =================================================================================== outputs
 
-SCRIPT = os.path.basename(__file__)
+
+ANYTHING_GOES = ("resume", "threads", "save_every")  # flags that a resumed run may be given anew
+
+
+def is_of(value, kind):
+    """Whether a value is of the kind that a flag's annotation names."""
+    parts = get_args(kind)
+    if get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(is_of(item, parts[0]) for item in value)
+    if get_origin(kind) is Literal:
+        return value in parts
+    if parts:
+        return any(is_of(value, part) for part in parts)
+    return type(value) is kind or kind is float and type(value) is int
+
+
+def read_config(args):
+    """The flags in the config.json of --resume, by name."""
+    asked, path = f"--resume {args.resume}", os.path.join(args.resume, "config.json")
+    if not os.path.isfile(path):
+        raise Refused(f"{asked}: there is no run, {path} is missing")
+    try:
+        with open(path, encoding="utf-8") as file:
+            saved = json.load(file)
+    except (OSError, ValueError) as error:
+        raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
+    kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
+        raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
+    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    for name, value in saved.items():
+        if not is_of(value, kinds[name]):
+            raise Refused(f"{asked}: {path} says {value!r} for {flag(name)}, which cannot be")
+    return saved
 
 
 def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    path = os.path.join(args.resume, "config.json")
-    if not os.path.isfile(path):
-        raise Refused(f"--resume {args.resume}: there is no run, {path} is missing")
-    with open(path, encoding="utf-8") as file:
-        saved = json.load(file)
-    names = {field.name for field in dataclasses.fields(args)}
-    if saved.pop("script") != SCRIPT or saved.keys() != names:
-        raise Refused(f"--resume {args.resume}: that run was begun by another script than this {SCRIPT}")
-    saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
+    saved = read_config(args)
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
         if given in (field.default, before) or field.name == "resume":
             continue
-        if field.name not in free or given < before:
+        if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **{**saved, "resume": args.resume})
@@ -1300,7 +1427,7 @@ def resolve_flags(args, free=("total_timesteps",)):
 
 def prepare_torch(args):
     """Threads, device and seed."""
-    check_ranges(args, ((1, math.inf, ("threads",)), (0, math.inf, ("save_every",))))
+    check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
         torch.zeros(1, device=args.device)
     except (RuntimeError, AssertionError) as error:
@@ -1315,45 +1442,161 @@ def board_name(args):
     return f"{args.height}x{args.width}{blocks}-{args.hares}h{args.stags}s"
 
 
+def run_folder(args, number=0):
+    """Where the run of these flags goes; a name that cannot be used is refused."""
+    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    name = args.run_name or automatic + (f"-{number}" if number else "")
+    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise Refused(f"--run-name {name!r} is no valid folder name")
+    folder = os.path.join(args.runs_dir, name)
+    if not os.path.exists(folder):
+        return folder
+    if args.run_name is None:  # another run was begun in this very second
+        return run_folder(args, number + 1)
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+
+
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
-    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
-    name = args.run_name or automatic
-    if re.search(r'[<>:"/\\|?*]', name) or name.strip(". ") != name:  # Windows takes none of these
-        raise Refused(f"--run-name {name!r} is no valid folder name")
-    folder = args.resume or os.path.join(args.runs_dir, name)
-    if not args.resume:
-        try:
-            os.makedirs(folder)
-        except OSError as error:
-            raise Refused(f"--run-name {name}: {folder} cannot be made: {error.strerror}") from error
+    folder = args.resume or run_folder(args)
+    place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
-    save_json(os.path.join(folder, "config.json"), config)
+    with Interrupt() as interrupt:
+        try:
+            os.makedirs(place, exist_ok=True)
+            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+                if name.endswith(".new") or name == "results.json":
+                    os.remove(os.path.join(place, name))
+            save_json(os.path.join(place, "config.json"), config)
+            os.rename(place, folder)
+        except (OSError, Failed) as error:
+            if not args.resume:
+                shutil.rmtree(place, ignore_errors=True)
+            told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
+            told = f"--resume {folder} cannot be written into" if args.resume else told
+            raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+    if interrupt.wanted:
+        Interrupt.leave(interrupt.wanted)
     return folder
 
 
-def open_writer(folder, args, true_steps=0):
-    """The writer of TensorBoard events; what a resumed run wrote after its checkpoint is hidden."""
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
-    writer = SummaryWriter(folder, purge_step=true_steps or None)
-    flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
-    writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+    def show(failure):  # what the writing thread cannot write is raised where the next point is written
+        if not isinstance(failure.exc_value, OSError):
+            threading.__excepthook__(failure)
+
+    threading.excepthook = show
+    writer = SummaryWriter(folder, purge_step=done + 1 if args.resume else None)
+    if not done:
+        flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
+        writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
     return writer
 
 
 def save_json(path, content):
     """Writes a JSON file, whole or not at all."""
-    with open(path + ".new", "w", encoding="utf-8") as file:
-        json.dump(content, file, indent=2)
-    os.replace(path + ".new", path)
+    write_file(path, json.dumps(content, indent=2).encode())
+
+
+def write_file(path, content, before=None):
+    """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    new = path + ".new"
+    try:
+        with open(new, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        if before and os.path.exists(path):
+            os.replace(path, before)
+        os.replace(new, path)
+        if os.name != "nt":  # the folder's list of names is to be on the disk, too
+            folder = os.open(os.path.dirname(path) or ".", os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+    except OSError as error:
+        with contextlib.suppress(OSError):  # a folder that is gone has no rest either
+            os.remove(new)
+        raise Failed(f"{path} cannot be written: {error.strerror}") from error
+
+
+DIGEST = b"sha256:"  # stands before the last 64 bytes of a checkpoint, the SHA-256 of all before
 
 
 def save_checkpoint(folder, content, name="checkpoint.pt"):
-    """Writes a checkpoint, whole or not at all."""
-    path = os.path.join(folder, name)
-    torch.save({"script": SCRIPT, **content}, path + ".new")
-    os.replace(path + ".new", path)
+    """Writes a checkpoint, whole or not at all, and its SHA-256 behind it; the one before stays as well."""
+    file, path = io.BytesIO(), os.path.join(folder, name)
+    torch.save({"script": SCRIPT, "made_with": made_with(), **content}, file)
+    data = file.getvalue()
+    digest = DIGEST + hashlib.sha256(data).hexdigest().encode()
+    write_file(path, data + digest, path.replace(".pt", "-before.pt") if name == "checkpoint.pt" else None)
+
+
+def made_with():
+    """What numbers depend on to the last bit, beside flags and random numbers."""
+    with open(__file__, "rb") as file:
+        text = hashlib.sha256(file.read().replace(b"\r\n", b"\n")).hexdigest()[:12]
+    return {"torch": str(torch.__version__), "text of the script": text, "threads": torch.get_num_threads(),
+            "instructions": torch.backends.cpu.get_cpu_capability()}
+
+
+def load_run(args, free=("total_timesteps",)):
+    """The checkpoint of --resume; None without one, also where a run was left before its first."""
+    if args.resume is None:
+        return None
+    asked, path = f"--resume {args.resume}", os.path.join(args.resume, "checkpoint.pt")
+    before = path.replace(".pt", "-before.pt")
+    try:
+        if not os.path.isfile(path) and not os.path.isfile(before):
+            print(f"{args.resume} has no checkpoint yet: it begins anew")
+            return None
+        checkpoint = load_checkpoint(path, asked, args.device)
+    except Refused as refusal:
+        if not os.path.isfile(before):
+            raise
+        checkpoint = load_checkpoint(before, asked, args.device)
+        print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
+        if os.path.isfile(path):
+            os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
+    if checkpoint["script"] != SCRIPT:
+        raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
+    for name, value in checkpoint["config"].items():
+        now = getattr(args, name, None)
+        if now != value and name not in (*free, *ANYTHING_GOES):
+            raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
+                          f"checkpoint, which has {value}")
+    for what, now in made_with().items():
+        if now != checkpoint["made_with"][what]:
+            print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
+                  "what follows will not be the same to the last bit", file=sys.stderr)
+    return checkpoint
+
+
+def restore(run, state, args):
+    """Puts a run into the state that was saved."""
+    try:
+        run.load_state_dict({name: state[name] for name in run.saved})
+    except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
+                      f"({type(error).__name__})") from error
+
+
+def had_finished(args, trained):
+    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
+    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
+    if over:
+        print(f"{args.resume} had finished: nothing was changed")
+    return over
+
+
+def keep_bad_state(folder, content, failure, when):
+    """Ends a run whose numbers ceased to be finite; the last good checkpoint stays."""
+    save_checkpoint(folder, content, "not-finite.pt")
+    raise Failed(f"{failure}, {when}; the state is kept in {os.path.join(folder, 'not-finite.pt')}, and the "
+                 "last good checkpoint stays") from failure
 
 
 def load_checkpoint(path, asked, device="cpu"):
@@ -1361,27 +1604,26 @@ def load_checkpoint(path, asked, device="cpu"):
     if not os.path.isfile(path):
         raise Refused(f"{asked}: there is no file {path}")
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
-    except Exception as error:
+        with open(path, "rb") as file:
+            data, _, digest = file.read().rpartition(DIGEST)
+    except OSError as error:
+        raise Refused(f"{asked}: {path} cannot be read: {error.strerror}") from error
+    if hashlib.sha256(data).hexdigest().encode() != digest:
+        raise Refused(f"{asked}: {path} is no checkpoint of these scripts, or damaged")
+    try:
+        checkpoint = torch.load(io.BytesIO(data), map_location=device, weights_only=True)
+    except Exception as error:  # what is no checkpoint fails in many ways
         raise Refused(f"{asked}: {path} is no checkpoint ({type(error).__name__})") from error
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
 
 
-class Interrupt:
-    """Makes the first Ctrl-C a wish to stop, to be granted between two updates; the second stops at once."""
-
-    def __enter__(self):
-        self.wanted, self.before = False, signal.signal(signal.SIGINT, self.handle)
-        return self
-
-    def handle(self, *_):
-        self.wanted = True
-        signal.signal(signal.SIGINT, self.before)
-
-    def __exit__(self, *_):
-        signal.signal(signal.SIGINT, self.before)
+def check_weights(weights, asked):
+    """Refuses weights that no player and no model can have."""
+    for name, value in weights.items():
+        if value.is_floating_point() and not value.isfinite().all():
+            raise Refused(f"{asked}: the weights {name} are not all finite numbers")
 
 
 def print_table(title, rows):
@@ -1393,13 +1635,38 @@ def print_table(title, rows):
         print("  " + "  ".join([str(row[0]).ljust(widths[0]), *cells[1:]]))
 
 
-def run_script(args_class, main):
-    """Reads the flags and runs main; what is refused is one line and exit code 2."""
+def read_flags(args_class):
+    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
+    told = io.StringIO()
     try:
-        sys.exit(main(tyro.cli(args_class)))
+        with contextlib.redirect_stderr(told):
+            return tyro.cli(args_class)
+    except SystemExit as end:
+        if not end.code:  # --help
+            raise
+        box = told.getvalue().split("\n", 1)[-1].split("──")[0]
+        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+
+
+def run_script(args_class, main):
+    """Reads the flags and runs main; what is refused is one line and exit code 2, what fails exit code 1."""
+    Interrupt.watch()
+    code = 1
+    try:
+        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost where the script ends at once
+        sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
-        sys.exit(2)
+        told, code = str(refusal), 2
+    except Failed as failure:
+        told = f"{failure}; {Interrupt.advice}"
+    except OSError as error:  # of the disk or the folder: the scripts do nothing else that raises it
+        told = f"{error.filename or 'a file'} cannot be used: {error.strerror or error}; {Interrupt.advice}"
+    except RuntimeError as error:
+        if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
+            raise
+        told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
+    print(f"error: {told}", file=sys.stderr)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

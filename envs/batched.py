@@ -23,6 +23,10 @@ class Refused(ValueError):
     """Flags or files that cannot be used: told in one line that names them, with exit code 2."""
 
 
+class Failed(RuntimeError):
+    """What a run cannot go on from: told in one line, with exit code 1."""
+
+
 def flag(name):
     """A field's name as it is typed."""
     return "--" + name.replace("_", "-")
@@ -33,8 +37,9 @@ def check_ranges(args, ranges):
     for low, high, names in ranges:
         for name in names:
             value = getattr(args, name)
-            if value is not None and not low <= value <= high:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if high == math.inf else f"lie between {low:g} and {high:g}"
+            most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
+            if value is not None and not low <= value <= most:  # nan fails every comparison
+                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -426,25 +431,31 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
-        except Refused:
-            raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise Refused(f"--players {name} cannot play: {error!r}") from error
+
+    def ask(self, method, *parts):
+        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
+        parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
+        try:
+            return getattr(self.player, method)(*parts)
+        except (Exception, SystemExit) as error:
+            raise Failed(f"--players {self.name}: its {method} raised {error!r}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
-            self.player.reset(which)
+            self.ask("reset", which)
 
     def act(self, observation, seat, generator):
         """The actions [B] of this player in a seat, from the observations of all players."""
         step = observation["step"]
-        action = self.player.act(observation["observation"][:, seat], observation["action_mask"][:, seat],
-                                 step, generator)
+        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
+                          step, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
-            raise Refused(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
+            raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         return action
 
 
@@ -457,13 +468,14 @@ class Lineup(Saved):
     known [N]: whose exact probabilities `probabilities` tells: those of rule-based players and mixes.
     """
 
-    saved = ("kind", "episode", "generator")
+    saved = ("kind", "episode", "generator", "users_generator")
 
     def __init__(self, names, game, seed=0, episodes=1, mix_for=1):
         if len(names) != game.num_players:
             raise Refused(f"--players names {len(names)} players, but the game has {game.num_players}")
         self.names, self.episodes, self.mix_for = list(names), episodes, mix_for
         self.generator = seeded(seed, "lineup", game.device)
+        self.users_generator = seeded(seed, "players from files", game.device)  # for them to use
         is_rule = [name is not None and (":" not in name or name.startswith("mix:")) for name in names]
         self.known = torch.tensor(is_rule, device=game.device)
         self.users = {seat: UserPlayer(name, game) for seat, name in enumerate(names)
@@ -501,7 +513,7 @@ class Lineup(Saved):
         if self.users:
             observation = game.observe()
         for seat, player in self.users.items():
-            actions[:, seat] = player.act(observation, seat, self.generator)
+            actions[:, seat] = player.act(observation, seat, self.users_generator)
         return actions
 
 

@@ -468,7 +468,7 @@ def test_trained_players_that_cannot_sit_here_are_refused(tmp_path):
         with pytest.raises(script.Refused, match=told):
             script.main(flags(tmp_path, players=players, **changes))
     checkpoint = torch.load(path, weights_only=True)
-    torch.save({**checkpoint, "script": "another.py"}, path)
+    script.save_checkpoint(os.path.dirname(path), {**checkpoint, "script": "another.py"})
     with pytest.raises(script.Refused, match="holds no policies"):
         script.main(flags(tmp_path, players=(f"{path}:player_1", "ppo")))
     assert os.listdir(tmp_path) == ["first"]

@@ -481,7 +481,7 @@ def test_networks_that_do_not_fit_are_refused(tmp_path_factory, tmp_path, flags,
 
 
 def test_what_holds_no_goals_is_refused(tmp_path, args, run_of):
-    torch.save({"script": "ppo_single_player.py"}, tmp_path / "checkpoint.pt")
+    vae.save_checkpoint(str(tmp_path), {"script": "ppo_single_player.py"})
     with pytest.raises(Refused, match="--vae-checkpoint x: .* holds no goals, it was written by ppo"):
         vae.load_goals(str(tmp_path), "--vae-checkpoint x", args, run_of.prior, run_of.known)
 

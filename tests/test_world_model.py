@@ -544,8 +544,8 @@ def test_refused_data(tmp_path, kind):
 def test_refusals_are_one_line_and_exit_code_2(tmp_path, trained, monkeypatch, capsys):
     """All but the last in this process; the last as a program, as a user would start it."""
     (tmp_path / "text.pt").write_text("no checkpoint")
-    torch.save({"script": "another.py"}, tmp_path / "foreign.pt")
-    torch.save({"script": "train_world_model.py", "world_model": {}}, tmp_path / "broken.pt")
+    script.save_checkpoint(str(tmp_path), {"script": "another.py"}, "foreign.pt")
+    script.save_checkpoint(str(tmp_path), {"world_model": {}}, "broken.pt")
     good, runs = os.path.join(trained, "checkpoint.pt"), ["--runs-dir", tmp_path / "runs"]
     for arguments in (["--checkpoint", tmp_path / "none.pt"], ["--checkpoint", tmp_path / "text.pt"],
                       ["--checkpoint", tmp_path / "foreign.pt"], ["--checkpoint", tmp_path / "broken.pt"], [],
