@@ -1507,7 +1507,7 @@ class UserPlayer:
         try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
-                raise TypeError(f"no class {class_name} with act(observation, action_mask, step, generator)")
+                raise TypeError(f"no class {class_name} with act(observation, generator)")
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
@@ -1515,8 +1515,7 @@ class UserPlayer:
             raise Refused(f"--players {name} cannot play: {error!r}") from error
 
     def ask(self, method, *parts):
-        """Lets the player do something, with copies of what it is shown; what it raises is its own fault."""
-        parts = [part.clone() if isinstance(part, torch.Tensor) else part for part in parts]
+        """Lets the player do something; what it raises is its own fault."""
         try:
             return getattr(self.player, method)(*parts)
         except (Exception, SystemExit) as error:
@@ -1524,13 +1523,13 @@ class UserPlayer:
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
-            self.ask("reset", which)
+            self.ask("reset", which.clone())  # copies: what a player does to them is nobody else's
 
     def act(self, observation, seat, generator):
-        """The actions [B] of this player in a seat, from the observations of all players."""
+        """The actions [B] of this player, who gets of all players' observations those of its seat."""
         step = observation["step"]
-        action = self.ask("act", observation["observation"][:, seat], observation["action_mask"][:, seat],
-                          step, generator)
+        own = {key: (part[:, seat] if part.dim() > 1 else part).clone() for key, part in observation.items()}
+        action = self.ask("act", own, generator)
         got = type(action).__name__
         if isinstance(action, torch.Tensor):
             got = f"{action.dtype} {list(action.shape)}"

@@ -142,15 +142,16 @@ def load_player(spec):
         raise ValueError(f"player {spec!r}: the file {path!r} has no class {class_name!r}")
     if not callable(getattr(player_class, "act", None)):
         raise ValueError(f"player {spec!r}: the class {class_name!r} has no method "
-                         "act(observation, action_mask, step, generator)")
+                         "act(observation, generator)")
     return FilePlayer(spec, player_class())
 
 
 class FilePlayer:
     """A user's player, with what it returns checked.
 
-    `act` gets one batch of torch tensors: ego-first planes [B, H, W, N+3] uint8, legal actions [B, 7] bool,
-    step [B] int64 and a torch.Generator, and returns whole numbers [B]. A number that is no legal action is
+    `act` gets one batch of torch tensors by name, what a player sees: ego-first planes `observation`
+    [B, H, W, N+3] uint8, legal actions `action_mask` [B, 7] bool, everybody's last `actions` [B, N] ego first,
+    `step` [B] and `steps_left` [B]; and a torch.Generator. It returns whole numbers [B]. A number that is no legal action is
     played as stay by the game. `reset`, which the user's class may leave out, is told with a mask [B] where
     episodes begin.
     """
@@ -162,10 +163,10 @@ class FilePlayer:
         if hasattr(self.player, "reset"):
             self.player.reset(which)
 
-    def act(self, observation, action_mask, step, generator):
+    def act(self, observation, generator):
         import torch  # here, for rule-based players do without it
 
-        actions = self.player.act(observation, action_mask, step, generator)
+        step, actions = observation["step"], self.player.act(observation, generator)
         if not isinstance(actions, torch.Tensor):
             raise ValueError(f"player {self.spec!r}: act returned a {type(actions).__name__}, "
                              f"but must return a torch.Tensor of shape [{len(step)}]")
@@ -195,9 +196,9 @@ class OneFilePlayer:
 
         if self.generator is None:
             self.reset(rng)
-        planes = torch.from_numpy(observation["observation"].copy())[None]  # [1, row, column, plane]
-        mask = torch.from_numpy(observation["action_mask"].astype(bool))[None]  # [1, action]
-        return int(self.player.act(planes, mask, torch.tensor([observation["step"]]), self.generator)[0])
+        seen = {key: torch.tensor(part)[None] for key, part in observation.items()}
+        seen["action_mask"] = seen["action_mask"].bool()
+        return int(self.player.act(seen, self.generator)[0])
 
 
 def make_player(name):

@@ -596,13 +596,14 @@ def test_the_game_and_its_players_do_not_draw_the_same_numbers():
 
 def write_player(folder, act, more=""):
     (folder / "my_player.py").write_text(
-        f"import torch\n\n\nclass Mine:\n    def act(self, observation, action_mask, step, generator):\n"
+        f"import torch\n\n\nclass Mine:\n    def act(self, observation, generator):\n"
+        f"        step, action_mask = observation['step'], observation['action_mask']\n"
         f"        {act}\n{more}")
     return f"{folder / 'my_player.py'}:Mine"
 
 
 def test_a_users_player_sees_its_own_seat_and_is_told_of_new_episodes(tmp_path):
-    name = write_player(tmp_path, "self.seen = (observation, action_mask, step, generator); "
+    name = write_player(tmp_path, "self.seen = (observation, generator); "
                                   "return action_mask.int().argmax(-1)",
                         "    def reset(self, which):\n        self.which = which\n")
     game = BatchedStagHunt(30, height=5, width=6)
@@ -610,10 +611,14 @@ def test_a_users_player_sees_its_own_seat_and_is_told_of_new_episodes(tmp_path):
     observation = game.observe()
     actions = lineup.act(game)
     for seat in (1, 3):
-        planes, mask, step, generator = lineup.users[seat].player.seen
-        assert planes.shape == (30, 5, 6, 7) and mask.shape == (30, 7) and step.shape == (30,)
-        assert torch.equal(planes, observation["observation"][:, seat])
-        assert torch.equal(mask, observation["action_mask"][:, seat])
+        seen, generator = lineup.users[seat].player.seen
+        mask, shapes = seen["action_mask"], {key: tuple(part.shape) for key, part in seen.items()}
+        assert shapes == {"observation": (30, 5, 6, 7), "action_mask": (30, 7), "actions": (30, 4), "step": (30,),
+                          "steps_left": (30,)}
+        for key in ("observation", "action_mask", "actions"):
+            assert torch.equal(seen[key], observation[key][:, seat])
+        for key in ("step", "steps_left"):
+            assert torch.equal(seen[key], observation[key]) and seen[key].data_ptr() != observation[key].data_ptr()
         assert isinstance(generator, torch.Generator)
         assert torch.equal(actions[:, seat], mask.int().argmax(-1))
         assert lineup.users[seat].player.which.all()
@@ -669,8 +674,8 @@ def test_files_of_users_that_cannot_work_are_refused(tmp_path, text, class_name,
 def test_a_users_file_may_hold_a_dataclass(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("from __future__ import annotations\nimport dataclasses\n\n\n@dataclasses.dataclass\nclass Mine:\n"
-                    "    action: int = 4\n\n    def act(self, observation, action_mask, step, generator):\n"
-                    "        return step * 0 + self.action\n")
+                    "    action: int = 4\n\n    def act(self, observation, generator):\n"
+                    "        return observation['step'] * 0 + self.action\n")
     game = BatchedStagHunt(20, num_players=2)
     assert (Lineup([f"{path}:Mine", "ns"], game).act(game)[:, 0] == 4).all()
 

@@ -618,25 +618,25 @@ class Recorder:
     def reset(self, which):
         assert which.dtype == torch.bool and which.shape == (1,)
         Recorder.begun += 1
-    def act(self, observation, action_mask, step, generator):
-        Recorder.seen.append((observation, action_mask, step, generator))
-        return torch.multinomial(action_mask.float(), 1, generator=generator)[:, 0]
+    def act(self, observation, generator):
+        Recorder.seen.append((observation, generator))
+        return torch.multinomial(observation["action_mask"].float(), 1, generator=generator)[:, 0]
 
 class Eager:
-    def act(self, observation, action_mask, step, generator):
-        return torch.full_like(step, 99)
+    def act(self, observation, generator):
+        return torch.full_like(observation["step"], 99)
 
 class WrongShape:
-    def act(self, observation, action_mask, step, generator):
+    def act(self, observation, generator):
         return torch.zeros(3, 2, dtype=torch.int64)
 
 class Fractions:
-    def act(self, observation, action_mask, step, generator):
-        return torch.zeros(len(step))
+    def act(self, observation, generator):
+        return torch.zeros(len(observation["step"]))
 
 class NoTensor:
-    def act(self, observation, action_mask, step, generator):
-        return [4] * len(step)
+    def act(self, observation, generator):
+        return [4] * len(observation["step"])
 
 class NoAct:
     pass
@@ -661,7 +661,9 @@ def test_a_player_from_a_file_takes_seats(player_file):
     env.reset()
     recorder = type(env.unwrapped.others["player_1"].player.player)
     assert recorder.begun == 2
-    planes, mask, step, generator = recorder.seen[0]
+    seen, generator = recorder.seen[0]
+    assert seen["actions"].shape == (1, 3) and seen["steps_left"].tolist() == [35]
+    planes, mask, step = seen["observation"], seen["action_mask"], seen["step"]
     assert planes.shape == (1, 4, 4, 6) and planes.dtype == torch.uint8 and planes[0, :, :, 0].sum() == 1
     assert mask.shape == (1, 7) and mask.dtype == torch.bool and step.tolist() == [0] and step.dtype == torch.int64
     assert isinstance(generator, torch.Generator)
@@ -692,8 +694,9 @@ def test_what_a_player_file_lacks_is_named(player_file, tmp_path):
 def test_what_a_player_returns_is_checked(player_file):
     import torch
 
-    batch = (torch.zeros(5, 4, 4, 7, dtype=torch.uint8), torch.ones(5, 7, dtype=torch.bool),
-             torch.zeros(5, dtype=torch.int64), torch.Generator())
+    seen = {"observation": torch.zeros(5, 4, 4, 7, dtype=torch.uint8), "action_mask": torch.ones(5, 7, dtype=torch.bool),
+            "step": torch.zeros(5, dtype=torch.int64)}
+    batch = (seen, torch.Generator())
     actions = load_player(f"{player_file}:Recorder").act(*batch)
     assert actions.shape == (5,) and actions.dtype == torch.int64
     for name, words in (("WrongShape", r"\[3, 2\].*\[5\]"), ("Fractions", "float32.*whole numbers"),

@@ -547,7 +547,7 @@ def test_beliefs_that_know_are_told_from_those_that_do_not():
     assert (sure > 0.99).all() and ((blind - 0.5).abs() < 0.15).all()
 
 
-LAZY = "import torch\n\nclass Lazy:\n    def act(self, observation, action_mask, step, generator):\n        return torch.full_like(step, 4)\n"
+LAZY = "import torch\n\nclass Lazy:\n    def act(self, observation, generator):\n        return torch.full_like(observation['step'], 4)\n"
 
 
 def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
@@ -735,7 +735,8 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ("--beta -1", "--beta -1"),
 ])
 def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words, monkeypatch, capsys):
-    command = ["hopplus_selfplay.py", "--runs-dir", str(tmp_path / "runs"), *line.split()]
+    command = ["hopplus_selfplay.py", *line.split()]
+    command += [] if "--mode watch" in line else ["--runs-dir", str(tmp_path / "runs")]
     command += [] if "--mode" in line else ["--total-timesteps", "1", "--warmup-meetings", "4"]
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.chdir(ROOT)
