@@ -212,7 +212,7 @@ class Args(RunArgs, GameArgs):
     prize_floor: float = 0.5
     """Q and advantages are divided by the return expected plus this: prizes count by how they compare, not by
     their size; inf leaves them as they are"""
-    imagined_per_real: float = 48.0
+    imagined_per_real: float = 64.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
     """share of the imagined games that are with strangers like those of the warm-up"""
@@ -382,7 +382,8 @@ def check_ranges(args, ranges):
             value = getattr(args, name)
             most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
             if value is not None and not low <= value <= most:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
+                few = high == math.inf and not value > most
+                bounds = f"be at least {low:g}" if few else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -1794,7 +1795,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
             optimizer.zero_grad()
-            check_finite(loss, "the loss of the policy", policy.owners)
+            check_finite(loss, "the loss of the policy", getattr(policy, "owners", ()))
             loss.sum().backward()
             clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
@@ -3294,7 +3295,7 @@ def open_run(args):
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
-            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+            for name in os.listdir(place):  # what was being written when the run was killed; old results
                 if name.endswith(".new") or name == "results.json":
                     os.remove(os.path.join(place, name))
             save_json(os.path.join(place, "config.json"), config)
@@ -3643,7 +3644,8 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost where the script ends at once
+        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
+            sys.stdout.reconfigure(line_buffering=True)
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

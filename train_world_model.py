@@ -247,7 +247,8 @@ def check_ranges(args, ranges):
             value = getattr(args, name)
             most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
             if value is not None and not low <= value <= most:  # nan fails every comparison
-                bounds = f"be at least {low:g}" if most == math.inf else f"lie between {low:g} and {most:g}"
+                few = high == math.inf and not value > most
+                bounds = f"be at least {low:g}" if few else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -1464,7 +1465,7 @@ def open_run(args):
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
-            for name in os.listdir(place):  # what was being written when the run was killed; results of before
+            for name in os.listdir(place):  # what was being written when the run was killed; old results
                 if name.endswith(".new") or name == "results.json":
                     os.remove(os.path.join(place, name))
             save_json(os.path.join(place, "config.json"), config)
@@ -1653,7 +1654,8 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        sys.stdout.reconfigure(line_buffering=True)  # so that nothing is lost where the script ends at once
+        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
+            sys.stdout.reconfigure(line_buffering=True)
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2
