@@ -1,4 +1,4 @@
-"""What the README and docs/ say is so: programs take the commands, flags and files exist, tables are narrow."""
+"""What the README and docs/ say is so: commands are taken, flags and files exist, tables are narrow."""
 
 import argparse
 import contextlib
