@@ -257,7 +257,7 @@ def compare(args):
     print_rows(make_table(groups, labels, args.threshold))
     print("\nReturns: means over seeds ± 95 %, of one seed ± that of its episodes. Steps and seconds: medians (range).")
     if without:
-        print(f"No learning curve was left by {', '.join(without)}.")
+        print(f"Without a curve (shorter than 500 episodes, or without TensorBoard's events): {', '.join(without)}")
     print(f"Learning curves: {path}")
     return 0
 

@@ -80,6 +80,14 @@ def test_groups_are_named_by_what_differs(tmp_path, capsys):
     assert (small[3], ppo[3]) == ("1.900 ± 0.250", "3.900 ± 0.250"), "the policy alone, or greedy"
 
 
+def test_a_run_without_a_curve_is_named(tmp_path, capsys):
+    with_curve, without = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=2)
+    results = json.loads((tmp_path / "b" / "results.json").read_text())
+    (tmp_path / "b" / "results.json").write_text(json.dumps({**results, "curve": []}))
+    code, lines, _ = run(capsys, with_curve, without)
+    assert code == 0 and [line for line in lines if line.endswith(without) and "Without a curve" in line]
+
+
 def test_without_search_the_policy_alone_is_what_plays(tmp_path):
     of_one = compare.read_run(make_run(tmp_path / "a", search="none"))
     row = compare.make_table([[of_one]], ["a"], 2.85)[1]
