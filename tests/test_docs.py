@@ -22,7 +22,8 @@ PAGES = [ROOT / "README.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob
 MADE = ROOT / "docs" / "flags.md"  # made by tests/flags.py
 # What a text may name that is not there: files that a run leaves or that the reader writes, and placeholders.
 OF_THE_READER = {"my_player.py", "file.py", "games.npz", "rows.npz", "curves.png"}
-OF_A_RUN = {"config.json", "checkpoint.pt", "players.pt", "results.json", "references.json", "adaptation.md",
+OF_A_RUN = {"config.json", "checkpoint.pt", "checkpoint-before.pt", "checkpoint-damaged.pt", "not-finite.pt", "players.pt",
+            "results.json", "references.json", "adaptation.md",
             "adaptation.csv", "compare.png", "moa_eval_epochN.csv"}
 OTHER_PROGRAMS = {"pip": {"-r"}, "tensorboard": {"--logdir"}, "pytest": {"-s", "-k", "-q"}}
 
