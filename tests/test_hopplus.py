@@ -671,7 +671,7 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
     capsys.readouterr()
     assert script.main(script.Args(mode="watch", checkpoint=str(trained))) == 0
     printed = capsys.readouterr().out
-    assert "step 0, 9 left" in printed and "believes of player" in printed and "search expects" in printed
+    assert "step 0, 9 left" in printed and "believes of player 2: after" in printed and "its search makes of it" in printed
 
 
 def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
