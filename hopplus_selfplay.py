@@ -2259,7 +2259,7 @@ def print_judgement(rows, action, judged):
         right = int(probs.argmax()) == action
         judged.setdefault(seat, []).append((right, probs[action].item()))
         likely = likeliest(probs, 1) + ("" if right else f", this {probs[action]:.0%}")
-        told.append(f"player {seat + 1} {'right' if right else 'wrong'} ({likely})")
+        told.append(f"player {seat + 1} was {'right' if right else 'wrong'} ({likely})")
     print("  of you they expected: " + ("; ".join(told) or "nothing, for nobody is left"))
 
 
