@@ -261,7 +261,8 @@ class Args(RunArgs, GameArgs):
     adapt_moa: bool = False
     """--mode adapt: the models of others go on learning, too"""
     keys: str | None = None
-    """--mode play: a file of keys, which plays in place of the keyboard"""
+    """--mode play: a file of keys that plays in place of the keyboard; w a s d (or arrow keys) move, space
+    stays, e hunts what is on one's cell (also g a stag, h a hare), q leaves"""
 
 
 GAE_LAMBDA = 0.95  # of the generalised advantage estimate
@@ -2245,8 +2246,9 @@ def show_episode(args, table, keys, person):
                 return
     print("\nreturns: " + ", ".join(f"{name} {value:.4g}" for name, value in zip(names, total.tolist())))
     table.game.reset()
+    words = aims(table, table.look())  # on another board
     for seat, row in judged.items():
-        word = aims(table, table.look())[table.hop_seats.index(seat)][(person - seat) % len(names) - 1]
+        word = words[table.hop_seats.index(seat)][(person - seat) % len(names) - 1]
         hits, chance = (sum(column) for column in zip(*row))
         print(f"player {seat + 1} foresaw {hits} of your {len(row)} moves ({chance / len(row):.0%} a move) "
               f"and would now, if you met again, take you to be after {word}")
