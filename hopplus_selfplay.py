@@ -2070,7 +2070,7 @@ def record_game(args, table, seed):
         picture, x = add_frame(f"step {int(table.game.clock)}")
         seen = table.act(args.search)
         out = table.play(seen, restart=False)
-        picture.text((x, 8), "does (as the others expected it)", (52, 54, 60), font)
+        picture.text((x, 8), "what each does (chance the others gave it)", (52, 54, 60), font)
         for seat in out["present"][:, 0].nonzero()[:, 0].tolist():
             action = int(out["action"][seat, 0])
             chances = ", ".join(f"{probs[action]:.0%}" for _, probs in expected(table, seen, out, seat))
