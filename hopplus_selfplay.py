@@ -7,6 +7,8 @@ and learn.
                                                            a trained one among strangers
     python hopplus_selfplay.py --mode watch --checkpoint runs/x
                                                            look into their heads
+    python hopplus_selfplay.py --mode play --checkpoint runs/x
+                                                           take a seat among them, in the terminal
     tensorboard --logdir runs                              watch a run while it learns
 
 Every seat that says `hop` is a player with a policy and a value of its own, and with a model of each other
@@ -43,7 +45,7 @@ The file from top to bottom, in the order in which things happen:
     imagination   games that go on in the players' heads
     learning      the replay, the lesson for the models of others, the lesson for policy and value
     measuring     evaluation, how well the models of others predict, pictures
-    adapt, watch  a trained player among others; a game step by step
+    adapt, watch  a trained player among others; a game step by step, with a person in it or not
     views         what the networks see of a state
     networks      goal prior, model of others, policy and value
     world model   from a state and a joint move to the next state: learned, or the true rules
@@ -173,14 +175,16 @@ class RunArgs:
 
 @dataclass
 class Args(RunArgs, GameArgs):
-    mode: Literal["train", "adapt", "watch"] = "train"
-    """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
+    mode: Literal["train", "adapt", "watch", "play"] = "train"
+    """train; put a trained player of --checkpoint among others (adapt); look on step by step (watch); or take
+    a seat in the terminal (play)"""
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
     """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
     mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
-    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run)"""
+    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run); in --mode play
+    one human. Without this, --mode watch and play take who was trained (a human sits in the first seat)"""
     checkpoint: str | None = None
-    """folder of the run whose players are taken for --mode adapt and watch"""
+    """folder of the run whose players are taken for --mode adapt, watch and play"""
     total_timesteps: int = 102_400
     """real environment steps of the training; one is one joint move of all players"""
     num_envs: int = 64
@@ -256,6 +260,9 @@ class Args(RunArgs, GameArgs):
     """--mode adapt: meetings in each seat"""
     adapt_moa: bool = False
     """--mode adapt: the models of others go on learning, too"""
+    keys: str | None = None
+    """--mode play: a file of keys that plays in place of the keyboard; w a s d (or arrow keys) move, space
+    stays, e hunts what is on one's cell (also g a stag, h a hare), q leaves"""
 
 
 GAE_LAMBDA = 0.95  # of the generalised advantage estimate
@@ -282,9 +289,10 @@ def ignored_flags(args):
     """Which flags mean nothing when: (what was chosen, whether it was, the flags that are then ignored)."""
     unsearched, unimagined = args.search == "none", args.imagined_per_real == 0
     return (
-        ("--mode train", args.mode == "train", OF_MEETINGS + ("checkpoint",)),
-        ("--mode adapt", args.mode == "adapt", OF_TRAINING),
-        ("--mode watch", args.mode == "watch",
+        ("--mode train", args.mode == "train", OF_MEETINGS + ("checkpoint", "keys")),
+        ("--mode adapt", args.mode == "adapt", OF_TRAINING + ("keys",)),
+        ("--mode watch", args.mode == "watch", ("keys",)),
+        (f"--mode {args.mode}", args.mode in ("watch", "play"),
          OF_TRAINING + OF_MEETINGS + ("num_envs", "runs_dir", "run_name")),
         ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
          ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
@@ -310,6 +318,13 @@ def check_flags(args):
         raise Refused(f"{asked}: HOP+ models others, so there must be two players or more")
     if args.mode == "adapt" and hops != 1:
         raise Refused(f"{asked}: --mode adapt takes one hop among others, here are {hops}")
+    humans = args.players.count("human")
+    if args.mode == "play" and humans != 1 and args.players != Args.players:
+        raise Refused(f"{asked}: --mode play takes one human, here are {humans}")
+    if args.mode != "play" and humans:
+        raise Refused(f"{asked}: a human can sit down with --mode play, not with --mode {args.mode}")
+    if args.keys and not os.path.isfile(args.keys):
+        raise Refused(f"--keys {args.keys}: there is no such file")
     if args.mode != "train" and not args.checkpoint:
         raise Refused(f"--mode {args.mode} needs the run of a trained player: --checkpoint runs/x")
     if args.mode == "train":
@@ -515,7 +530,7 @@ def main(args):
     args = resolve_flags(args)
     check_flags(args)
     prepare_torch(args)
-    return {"train": train, "adapt": adapt, "watch": watch}[args.mode](args)
+    return {"train": train, "adapt": adapt, "watch": watch, "play": watch}[args.mode](args)
 
 
 def check_files(args):
@@ -1031,7 +1046,7 @@ class Table(Saved):
         self.hop_seats = [seat for seat, name in enumerate(args.players) if is_hop(name)]
         self.trained_seats = [seat for seat, name in enumerate(args.players) if ".pt:" in name]
         self.game = make_game(args, num_envs, seed)
-        names = [None if is_hop(name) or ".pt:" in name else name for name in args.players]
+        names = [None if is_hop(name) or ".pt:" in name or name == "human" else name for name in args.players]
         self.lineup = Lineup(names, self.game, seed, episodes, episodes)
         self.views = Views(args.height, args.width, n, args.final_time, device)
         self.seats = torch.tensor(self.hop_seats, device=device)  # [L]
@@ -1146,7 +1161,7 @@ class Table(Saved):
 
 def is_hop(name):
     """Whether a HOP+ player sits there: hop, or runs/y:player_2, which another run has trained."""
-    return name == "hop" or os.path.isfile(os.path.join(name.rpartition(":")[0], "players.pt"))
+    return name == "hop" or ":" in name and os.path.isfile(os.path.join(name.rpartition(":")[0], "players.pt"))
 
 
 def board_of(args):
@@ -1987,47 +2002,82 @@ def expectations(table, seen):
     return probs.unflatten(0, (len(table.hop_seats), -1))
 
 
+def expected(table, seen, out, who):
+    """What each HOP+ player that saw `who` act in the first game had expected: [(its seat, chances [7])]."""
+    probs, n = expectations(table, seen)[:, :, 0], len(table.names)
+    return [(seat, probs[hop, (who - seat) % n - 1]) for hop, seat in enumerate(table.hop_seats)
+            if seat != who and out["present"][seat, 0] and out["present"][who, 0]]
+
+
 def likeliest(probs, many):
     """The likeliest actions, of probabilities [7], in words: hunt stag 80%, stay 15%."""
     likely = zip(*(part.tolist() for part in probs.topk(many)))
     return ", ".join(f"{ACTIONS[action]} {chance:.0%}" for chance, action in likely if chance > 0.005)
 
 
+def deed(out, seat):
+    """What a player did in a step of the first game, and what it got, in words: hunt stag +5."""
+    action, got = int(out["action"][seat, 0]), out["reward"][seat, 0].item()
+    in_vain = action >= HUNT_STAG and not out["left"][seat, 0]
+    return ACTIONS[action] + " in vain" * in_vain + (f" {got:+.4g}" if got else "")
+
+
+@torch.no_grad()
+def aims(table, seen, games=64):
+    """What each HOP+ player believes each other to be after, in words, [L][N-1]: a stag (80%).
+
+    It imagines how its first game goes on under its belief, until it is over for it. Named is the prey that
+    the other catches most often, with its share of all that the other catches.
+    """
+    device, shape, gone = table.game.device, (len(table.hop_seats), games), table.game.cells
+    generator = torch.Generator(device).manual_seed(0)
+    first = torch.zeros(shape, dtype=torch.int64, device=device)
+    goals = draw_goals(*(take(seen[key], table.for_pairs(first)) for key in ("mean", "logvar")), generator)
+    searcher = Searcher(table.networks, table.views, take(seen["told"], first), goals)
+    state, counts = ego_first(table.game.state(), table.order, first), 0
+    over = torch.zeros(first.numel(), dtype=torch.bool, device=device)
+    for _ in range(int(table.game.deadline[0] - table.game.clock[0])):
+        log_probs, _, others = searcher.think(state)
+        joint = sample_actions(torch.cat([log_probs.exp()[:, None], others], 1), generator).T
+        after, _, ended = table.model.step(state, joint)
+        left = (after["cell"] == gone) & (state["cell"] < gone) & ~over  # [N, L * games]
+        caught = torch.stack([left & (joint == HUNT_STAG), left & (joint == HUNT_HARE)], -1)
+        counts = counts + caught[1:].unflatten(1, shape).sum(2)  # [N-1, L, 2]
+        state, over = after, over | ended
+    word = lambda stags, hares: "no prey" if not stags + hares else (
+        f"{'a stag' if stags > hares else 'a hare'} ({max(stags, hares) / (stags + hares):.0%})")
+    return [[word(*count) for count in row] for row in counts.transpose(0, 1).tolist()]
+
+
 @torch.no_grad()
 def record_game(args, table, seed):
-    """Plays an episode for a picture, beside the board what each player expects of the others. -> frames"""
+    """Plays an episode for a picture, beside the board what each does and how far the others expected it.
+    -> frames"""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
     table, font = Table(args, 1, seed, table.networks, table.model), ImageFont.load_default(13)
-    total, pictures, over = torch.zeros(len(args.players)), [], False
+    total, frames, over = torch.zeros(len(args.players)), [], False
 
-    def picture(caption, lines):
+    def add_frame(caption):
         returns = " ".join(f"{value:g}" for value in total.round(decimals=2).tolist())
         board = draw_board(table.game, 0, f"{caption}  returns {returns}")
-        size = (board.width + 300, max(board.height, 24 + 17 * len(lines)))
-        image = Image.new("RGB", size, (250, 248, 242))
-        image.paste(board, (0, 0))
-        for row, (text, colour) in enumerate(lines):
-            ImageDraw.Draw(image).text((board.width + 10, 8 + 17 * row), text, fill=colour, font=font)
-        return image
+        size = (board.width + 290, max(board.height, 30 + 20 * (len(args.players) + 1)))
+        frames.append(Image.new("RGB", size, (250, 248, 242)))
+        frames[-1].paste(board, (0, 0))
+        return ImageDraw.Draw(frames[-1]), board.width + 10
 
     while not over:
-        seen, lines = table.act(args.search), []
-        moves, here = expectations(table, seen)[:, :, 0], (table.game.cell[:, 0] < table.game.cells).tolist()
-        for hop, seat in enumerate(table.hop_seats):
-            if here[seat]:
-                lines.append((f"player {seat + 1} expects", COLOURS[seat % len(COLOURS)]))
-            for other, who in enumerate(table.order[hop, 1:].tolist()):
-                if here[seat] and here[who]:
-                    lines.append((f"   of {who + 1}: {likeliest(moves[hop, other], 2)}", (52, 54, 60)))
-        pictures.append(picture(f"step {int(table.game.clock)}", lines))
+        picture, x = add_frame(f"step {int(table.game.clock)}")
+        seen = table.act(args.search)
         out = table.play(seen, restart=False)
+        picture.text((x, 8), "what each does (chance the others gave it)", (52, 54, 60), font)
+        for seat in out["present"][:, 0].nonzero()[:, 0].tolist():
+            action = int(out["action"][seat, 0])
+            chances = ", ".join(f"{probs[action]:.0%}" for _, probs in expected(table, seen, out, seat))
+            text = f"{seat + 1} {deed(out, seat)}" + (f" ({chances})" if chances else "")
+            picture.text((x, 30 + 20 * seat), text, COLOURS[seat % len(COLOURS)], font)
         total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
-    pictures.append(picture("over", []))
-    size = (pictures[0].width, max(image.height for image in pictures))
-    frames = [Image.new("RGB", size, (250, 248, 242)) for _ in pictures]
-    for frame, image in zip(frames, pictures):
-        frame.paste(image, (0, 0))
+    add_frame("over")
     return frames
 
 
@@ -2049,6 +2099,11 @@ def load_players(args):
         given, trained = getattr(args, name), config[name]
         if given not in (trained, getattr(Args, name)):
             raise Refused(f"{flag(name)} {given} differs from {trained}, with which {asked} was trained")
+    if args.mode in ("watch", "play") and args.players == Args.players:  # not told
+        lines = [config["players"]]
+        if args.mode == "play":  # a human in the first seat that leaves a hop
+            lines = [(*lines[0][:seat], "human", *lines[0][seat + 1:]) for seat in range(len(lines[0]))]
+        args = dataclasses.replace(args, players=next(names for names in lines if "hop" in names))
     given, trained = len(args.players), len(config["players"])
     if given != trained:
         raise Refused(f"--players names {given} players, {asked} was trained with {trained}")
@@ -2150,26 +2205,119 @@ def adapt(args):
 
 
 def watch(args):
-    """One episode in the terminal, step by step: the board, what each player believes, what it searched."""
+    """One episode in the terminal, step by step: the board, what each player believes, what it searched; in
+    --mode play a person is among them, and sees what the others expected of it."""
     args, saved = load_players(args)
     table = seat_players(args, saved, 1, args.seed)
-    total, over = torch.zeros(len(args.players)), False
-    while not over:
-        seen = table.act(args.search)
-        print_position(table, seen)
-        out = table.play(seen, restart=False)
-        total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
-        if sys.stdin.isatty() and not over:
-            input("  (return for the next step) ")
-    returns = (f"{name} {value:g}" for name, value in zip(table.names, total.tolist()))
-    print("\nreturns: " + ", ".join(returns))
+    keys = open(args.keys, encoding="utf-8") if args.keys else sys.stdin
+    try:
+        show_episode(args, table, keys, args.players.index("human") if args.mode == "play" else None)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has seen enough; the rest goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
-@torch.no_grad()
-def print_position(table, seen):
-    """The board of the first game; and what each HOP+ player plays, its search expects and it believes."""
-    game, moves = table.game, expectations(table, seen)[:, :, 0]
+def show_episode(args, table, keys, person):
+    """Plays and prints an episode; person is the seat whose actions come from the keys, or None."""
+    names = ["you" if seat == person else f"player {seat + 1}" for seat in range(len(args.players))]
+    total, over, judged = torch.zeros(len(names)), False, {}
+    if person is not None:
+        print(f"You are player {person + 1}. {KEYS_HELP}")
+    while not over:
+        print_board(table)
+        seen = table.act(args.search)
+        if person is None:
+            print_minds(table, seen)
+        elif table.game.cell[person, 0] < table.game.cells:
+            action = ask_person(table, person, keys)
+            if action is None:
+                return
+            seen["actions"][0, person] = action
+        out = table.play(seen, restart=False)
+        there = out["present"][:, 0].nonzero()[:, 0].tolist()
+        print("  all did: " + "; ".join(f"{names[seat]} {deed(out, seat)}" for seat in there))
+        if person in there:
+            print_judgement(expected(table, seen, out, person), int(out["action"][person, 0]), judged)
+        total, over = total + out["reward"][:, 0].cpu(), bool(out["over"])
+        if person is None and sys.stdin.isatty() and not over:
+            print("  (any key for the next step, q leaves)")
+            if press(sys.stdin) in LEAVE:
+                return
+    print("\nreturns: " + ", ".join(f"{name} {value:.4g}" for name, value in zip(names, total.tolist())))
+    table.game.reset()
+    words = aims(table, table.look())  # on another board
+    for seat, row in judged.items():
+        word = words[table.hop_seats.index(seat)][(person - seat) % len(names) - 1]
+        hits, chance = (sum(column) for column in zip(*row))
+        print(f"player {seat + 1} foresaw {hits} of your {len(row)} moves ({chance / len(row):.0%} a move) "
+              f"and would now, if you met again, take you to be after {word}")
+
+
+def print_judgement(rows, action, judged):
+    """What each player expected of a person, and whether it was right; all is added to what is `judged`."""
+    told = []
+    for seat, probs in rows:
+        right = int(probs.argmax()) == action
+        judged.setdefault(seat, []).append((right, probs[action].item()))
+        likely = likeliest(probs, 1) + ("" if right else f", this {probs[action]:.0%}")
+        told.append(f"player {seat + 1} was {'right' if right else 'wrong'} ({likely})")
+    print("  of you they expected: " + ("; ".join(told) or "nothing, for nobody is left"))
+
+
+KEYS = dict(zip("wsad gh", range(7)))  # in the order of ACTIONS
+KEYS_HELP = ("w a s d or the arrow keys move, space stays, e hunts what is on your cell (also g: a stag, "
+             "h: a hare), q leaves.")
+ARROWS = dict(zip("ABCDHPMK", "wsdawsda"))  # the last character of an arrow key; from H on, on Windows
+LEAVE = ("q", "Q", "", "\x04")  # also the end of a file, and Ctrl-D
+
+
+def press(keys):
+    """The next key: at once from a terminal, else the next character of a file, "" at its end."""
+    if not keys.isatty():
+        return keys.read(1)
+    if os.name == "nt":
+        import msvcrt
+
+        key = msvcrt.getwch()
+        key = ARROWS.get(msvcrt.getwch(), "?") if key in "\0\xe0" else key
+    else:
+        import termios
+        import tty
+
+        before = termios.tcgetattr(keys)
+        try:
+            tty.setraw(keys, termios.TCSADRAIN)
+            key = os.read(keys.fileno(), 1).decode(errors="replace")
+            if key == "\x1b":  # an arrow key is three characters
+                key = ARROWS.get(os.read(keys.fileno(), 2).decode(errors="replace")[-1:], "?")
+        finally:
+            termios.tcsetattr(keys, termios.TCSADRAIN, before)
+    if key == "\x03":  # Ctrl-C
+        Interrupt.leave(signal.SIGINT)
+    return key
+
+
+def ask_person(table, seat, keys):
+    """The action of a person, by the first key that means something on its cell; None once it leaves."""
+    bits = int(table.game.legal_bits()[seat, 0])
+    legal = [action for action in range(NUM_ACTIONS) if bits >> action & 1]
+    print("  your move: ", end="", flush=True)
+    while (key := press(keys)) not in LEAVE:
+        action = legal[-1] if key in "eE" and legal[-1] > STAY else KEYS.get(key.lower())
+        if action in legal:
+            print(ACTIONS[action])
+            return action
+        if key not in "\r\n":
+            print(f"{key!r} does nothing here; you can {', '.join(ACTIONS[action] for action in legal)}.\n"
+                  f"  ({KEYS_HELP})\n  your move: ", end="", flush=True)
+    print(f"stopped after {int(table.game.clock[0])} steps")
+    return None
+
+
+def print_board(table):
+    """The board of the first game: S a stag, h a hare, numbers the players, ### an obstacle."""
+    game = table.game
     board, cells = game.board[:, 0].tolist(), game.cell[:, 0].tolist()
     print(f"\nstep {int(game.clock[0])}, {int(game.deadline[0] - game.clock[0])} left")
     for row in range(game.height):
@@ -2179,23 +2327,28 @@ def print_position(table, seen):
             prey = "S" if board[cell] & STAG_BIT else "h" if board[cell] & HARE_BIT else ""
             line.append("###" if not board[cell] else (prey + here or "."))
         print("  " + " ".join(f"{text:^5}" for text in line))
+
+
+@torch.no_grad()
+def print_minds(table, seen):
+    """Of the first game: what each HOP+ player's policy, its search and its beliefs say."""
+    moves, words = expectations(table, seen)[:, :, 0], aims(table, seen)
+    cells = table.game.cell[:, 0].tolist()
     for hop, seat in enumerate(table.hop_seats):
-        if cells[seat] == game.cells:
+        if cells[seat] == table.game.cells:
             continue
-        print(f"  player {seat + 1} plays {ACTIONS[int(seen['actions'][0, seat])]}")
+        before, after = (seen[key][hop, 0].exp() for key in ("policy", "improved"))
+        print(f"  player {seat + 1}: its policy says: {likeliest(before, 3)}")
         if seen["search"]:
             q, visits = (seen["search"][key][hop, 0].tolist() for key in ("q", "visits"))
+            value = lambda a: f"Q {q[a]:.2f}, visits {visits[a]:.0f}" if visits[a] else "not tried"
             legal = table.views.mask(seen["x"][seat, 0]).nonzero()[:, 0].tolist()
-            plays = seen["improved"][hop, 0].exp().tolist()
-            print("    search expects: " + "; ".join(
-                f"{ACTIONS[a]} Q {q[a]:.2f}, {visits[a]:.0f} visits, plays {plays[a]:.0%}" for a in legal))
+            print("    its search makes of it: " + "; ".join(
+                f"{ACTIONS[a]} {before[a]:.0%} -> {after[a]:.0%} ({value(a)})" for a in legal))
         for other, who in enumerate(table.order[hop, 1:].tolist()):
-            if cells[who] < game.cells:
-                text = likeliest(moves[hop, other], 3)
-                if table.args.goals == "latent":
-                    spread = seen["logvar"].unflatten(0, moves.shape[:2])[hop, other, 0].mul(0.5).exp().mean()
-                    text += f" (spread of the goal believed: {spread:.2f})"
-                print(f"    believes of player {who + 1}: {text}")
+            if cells[who] < table.game.cells:
+                print(f"    believes of player {who + 1}: after {words[hop][other]}; expects "
+                      f"{likeliest(moves[hop, other], 3)}")
 
 
 def load_policies(names, views):
@@ -3568,7 +3721,7 @@ COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 
            (60, 150, 215), (130, 40, 50))
 
 
-def draw_board(game, env, caption="", size=56):
+def draw_board(game, env, caption="", size=64):
     """One game as a picture: numbered players, stags with antlers, hares with long ears, grey obstacles."""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
@@ -3595,10 +3748,10 @@ def draw_board(game, env, caption="", size=56):
             draw.ellipse(within(cell, (0.28, 0.45), (0.72, 0.9)), grey)
     for player, cell in enumerate(cells):
         if cell < game.cells:
-            slot = cells[:player].count(cell)  # players of one cell stand beside one another
-            x, y = 0.26 + 0.48 * (slot % 2), 0.26 + 0.48 * (slot // 2 % 2)
-            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.28)
-            draw.ellipse(within(cell, (x - 0.21, y - 0.21), (x + 0.21, y + 0.21)), colour)
+            slot = cells[:player].count(cell)  # players of one cell stand beside its prey and one another
+            x, y = 0.15 + 0.7 * (slot % 2), 0.85 - 0.29 * (slot // 2 % 3)
+            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.22)
+            draw.ellipse(within(cell, (x - 0.14, y - 0.14), (x + 0.14, y + 0.14)), colour)
             draw.text(*within(cell, (x, y)), str(player + 1), "white", font, "mm")
     draw.text((4, game.height * size + 13), caption, ink, ImageFont.load_default(14), "lm")
     return image
@@ -3610,7 +3763,7 @@ def add_gif(writer, tag, frames, step, path):
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=350, loop=0)
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
     write_file(path, file.getvalue())
     picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
                             height=frames[0].height)

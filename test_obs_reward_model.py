@@ -1662,7 +1662,7 @@ COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 
            (60, 150, 215), (130, 40, 50))
 
 
-def draw_board(game, env, caption="", size=56):
+def draw_board(game, env, caption="", size=64):
     """One game as a picture: numbered players, stags with antlers, hares with long ears, grey obstacles."""
     from PIL import Image, ImageDraw, ImageFont  # here, for only pictures need it
 
@@ -1689,10 +1689,10 @@ def draw_board(game, env, caption="", size=56):
             draw.ellipse(within(cell, (0.28, 0.45), (0.72, 0.9)), grey)
     for player, cell in enumerate(cells):
         if cell < game.cells:
-            slot = cells[:player].count(cell)  # players of one cell stand beside one another
-            x, y = 0.26 + 0.48 * (slot % 2), 0.26 + 0.48 * (slot // 2 % 2)
-            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.28)
-            draw.ellipse(within(cell, (x - 0.21, y - 0.21), (x + 0.21, y + 0.21)), colour)
+            slot = cells[:player].count(cell)  # players of one cell stand beside its prey and one another
+            x, y = 0.15 + 0.7 * (slot % 2), 0.85 - 0.29 * (slot // 2 % 3)
+            colour, font = COLOURS[player % len(COLOURS)], ImageFont.load_default(size * 0.22)
+            draw.ellipse(within(cell, (x - 0.14, y - 0.14), (x + 0.14, y + 0.14)), colour)
             draw.text(*within(cell, (x, y)), str(player + 1), "white", font, "mm")
     draw.text((4, game.height * size + 13), caption, ink, ImageFont.load_default(14), "lm")
     return image
@@ -1704,7 +1704,7 @@ def add_gif(writer, tag, frames, step, path):
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
     file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=350, loop=0)
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
     write_file(path, file.getvalue())
     picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
                             height=frames[0].height)

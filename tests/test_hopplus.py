@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 
 import pytest
 import torch
@@ -671,7 +672,137 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
     capsys.readouterr()
     assert script.main(script.Args(mode="watch", checkpoint=str(trained))) == 0
     printed = capsys.readouterr().out
-    assert "step 0, 9 left" in printed and "believes of player" in printed and "search expects" in printed
+    assert "step 0, 9 left" in printed and "believes of player 2: after" in printed and "its search makes of it" in printed
+
+
+@pytest.fixture
+def players(tmp_path):
+    """A folder with players that have opinions, as a run leaves them: three HOP+ players and a stag hunter."""
+    args = flags(tmp_path, players=("hop", "hop", "ns", "hop"), final_time=6)
+    networks = table_of(args, 1, 0).networks
+    weights = {"policy": networks.policy.state_dict(), "others": networks.others.state_dict()}
+    script.save_checkpoint(str(tmp_path), {"config": vars(args), "networks": weights}, "players.pt")
+    return str(tmp_path)
+
+
+def recorded(monkeypatch):
+    """What happens at the tables from now on: a list of (table's seen, out)."""
+    happened, play = [], script.Table.play
+    monkeypatch.setattr(script.Table, "play", lambda table, seen, **kind: happened.append((seen, play(table, seen, **kind)))
+                        or happened[-1][1])
+    return happened
+
+
+@pytest.mark.parametrize("asked, seat", [({}, 0), ({"players": ("hop", "nh", "human", "hop")}, 2)])
+def test_a_person_plays_by_a_file_of_keys(players, tmp_path, monkeypatch, capsys, asked, seat):
+    keys, happened = tmp_path / "keys", recorded(monkeypatch)
+    keys.write_text("x \nWasd" + 40 * "e ", encoding="utf-8")
+    args = script.Args(mode="play", checkpoint=players, keys=str(keys), **asked)
+    script.check_flags(args)
+    assert script.main(args) == 0
+    printed = capsys.readouterr().out
+    typed = [line.split(": ")[1] for line in printed.splitlines() if "your move" in line and "nothing here" not in line]
+    there = [(seen, out) for seen, out in happened if out["present"][seat, 0]]
+    played = [script.ACTIONS[int(out["action"][seat, 0])] for _, out in there]
+    assert typed == played and played[0] == "stay" and "'x' does nothing here" in printed
+    assert f"You are player {seat + 1}" in printed and printed.count("\nstep") == len(happened)
+    table = script.seat_players(*script.load_players(args), 1, 1)
+    looked, missed, total = 0, 0, 0.0
+    for seen, out in there:
+        hop, action = table.hop_seats.index(3), int(out["action"][seat, 0])
+        probs = script.expectations(table, seen)[hop, (seat - 3) % 4 - 1, 0]
+        if out["present"][3, 0]:
+            looked, missed, total = looked + 1, missed + (probs.argmax() != action).item(), total + probs[action].item()
+    assert printed.count("player 4 was wrong") == missed and printed.count("player 4 was right") == looked - missed
+    told = f"player 4 foresaw {looked - missed} of your {looked} moves ({total / looked:.0%} a move)"
+    assert told in printed and "take you to be after" in printed
+
+
+def test_a_person_may_leave_and_what_cannot_be_played_is_refused(players, tmp_path, capsys):
+    (tmp_path / "keys").write_text(" q ", encoding="utf-8")
+    args = script.Args(mode="play", checkpoint=players, keys=str(tmp_path / "keys"))
+    assert script.main(args) == 0
+    assert capsys.readouterr().out.endswith("your move: stopped after 1 steps\n")
+    for changes, words in (({"players": ("hop", "human", "human", "hop")}, "takes one human, here are 2"),
+                           ({"players": ("hop", "ns", "ns", "ns")}, "takes one human, here are 0"),
+                           ({"mode": "watch", "players": ("human", "hop", "hop", "hop"), "keys": None}, "not with --mode watch"),
+                           ({"mode": "watch"}, "--keys .* means nothing with --mode watch"),
+                           ({"keys": "none"}, "--keys none: there is no such file")):
+        with pytest.raises(script.Refused, match=words):
+            script.check_flags(script.dataclasses.replace(args, **changes))
+
+
+@pytest.mark.skipif(os.name == "nt", reason="terminals of Windows are not files")
+def test_a_terminal_gives_each_key_at_once(monkeypatch):
+    import termios
+
+    typist, terminal = os.openpty()
+    left = []
+    monkeypatch.setattr(script.Interrupt, "leave", left.append)
+    with open(terminal, encoding="utf-8") as keys:
+        before = termios.tcgetattr(keys)
+        for typed, key in ((b"w", "w"), (b"\x1b[D", "a"), (b"\x1bOC", "d"), (b" ", " "), (b"\x03", "\x03")):
+            assert not left
+            typing = threading.Timer(0.05, os.write, (typist, typed))
+            typing.start()
+            assert script.press(keys) == key
+            typing.join()
+            assert termios.tcgetattr(keys) == before
+    assert left == [signal.SIGINT]
+    os.close(typist)
+
+
+def test_those_who_watch_see_the_trained_line_up_and_no_value_where_nothing_was_tried(players, monkeypatch, capsys):
+    happened = recorded(monkeypatch)
+    assert script.main(script.Args(mode="watch", checkpoint=players)) == 0
+    printed = capsys.readouterr().out
+    untried = tried = 0
+    for seen, out in happened:
+        for hop, seat in enumerate((0, 1, 3)):
+            if out["present"][seat, 0]:
+                visits, legal = seen["search"]["visits"][hop, 0], seen["policy"][hop, 0] > -1e7
+                tried, untried = tried + int((visits[legal] > 0).sum()), untried + int((visits[legal] == 0).sum())
+    assert (printed.count("(not tried)"), printed.count("(Q ")) == (untried, tried) and untried and tried
+    assert "player 3: its policy" not in printed and "believes of player 3: after" in printed
+    earned = sum(out["reward"].sum().item() for _, out in happened)
+    line = printed.splitlines()[-1]
+    assert line.startswith("returns: player 1 ")
+    assert sum(float(part.split()[-1]) for part in line.split(", ")) == pytest.approx(earned, abs=1e-3)
+
+
+def test_a_reader_that_has_seen_enough_ends_it_quietly(players, monkeypatch):
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w", encoding="utf-8") as shown:
+        monkeypatch.setattr(sys, "stdout", shown)
+        assert script.main(script.Args(mode="watch", checkpoint=players)) == 0
+        print("and nothing that is printed then, nor the end of the script, fails")
+
+
+def test_what_others_are_after_is_what_they_catch_in_the_games_imagined(tmp_path):
+    table = table_of(flags(tmp_path), 1, 0)
+    with torch.no_grad():  # all are held to hunt wherever they can
+        table.networks.others.action.bias[..., script.HUNT_STAG:] = 1e4
+        table.networks.policy.actor.bias[..., script.STAY] = 1e4
+    put(table, [0, 5, 10, 10], stags=[10], hares=[5])
+    words = script.aims(table, table.look())
+    assert words[0] == ["a hare (100%)", "a stag (100%)", "a stag (100%)"]
+    put(table, [0, 5, 10, 16], stags=[10], hares=[5])  # one alone catches no stag
+    assert script.aims(table, table.look())[0][:2] == ["a hare (100%)", "no prey"]
+
+
+def test_pictures_tell_who_did_what_and_hide_no_stag(tmp_path):
+    args = flags(tmp_path, final_time=4)
+    table = table_of(args, 1, 0)
+    frames = script.record_game(args, table, 3)
+    assert 2 <= len(frames) <= 5 and len({frame.size for frame in frames}) == 1
+    drawn = []
+    for cells in ([1, 2, 3, 4], [10, 10, 10, 10]):
+        put(table, cells, stags=[10], hares=[])
+        drawn.append(script.draw_board(table.game, 0).crop((2 * 64, 2 * 64, 3 * 64, 3 * 64)))
+    counts = [{colour: count for count, colour in picture.getcolors(1 << 20)} for picture in drawn]
+    brown = [count[(150, 92, 48)] for count in counts]
+    assert brown[0] == brown[1] > 300 and set(script.COLOURS[:4]) <= counts[1].keys()
 
 
 def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
