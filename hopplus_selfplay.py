@@ -124,7 +124,37 @@ from tqdm import tqdm
 
 
 @dataclass
+class FirstArgs:
+    """What one needs first."""
+
+    mode: Literal["train", "adapt", "watch"] = "train"
+    """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
+    players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
+    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
+    mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
+    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run)"""
+    checkpoint: str | None = None
+    """folder of the run whose players are taken for --mode adapt and watch"""
+    total_timesteps: int = 102_400
+    """real environment steps of the training; one is one joint move of all players"""
+    goals: Literal["latent", "zero"] = "latent"
+    """what the players go by: a learned goal of each other player (HOP+); or nothing, every goal being 0"""
+    search: Literal["mcts", "one-step", "none"] = "mcts"
+    """plan by tree search, by looking one move ahead, or not at all"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
+    """The board and its rules."""
+
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -155,40 +185,20 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    """How the run is run, and where it is kept."""
+
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    mode: Literal["train", "adapt", "watch"] = "train"
-    """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
-    players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
-    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
-    mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
-    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run)"""
-    checkpoint: str | None = None
-    """folder of the run whose players are taken for --mode adapt and watch"""
-    total_timesteps: int = 102_400
-    """real environment steps of the training; one is one joint move of all players"""
-    num_envs: int = 64
-    """games played side by side"""
-    num_steps: int = 16
-    """real steps of each game between two updates"""
-    goals: Literal["latent", "zero"] = "latent"
-    """what the players go by: a learned goal of each other player (HOP+); or nothing, every goal being 0"""
+class BeliefArgs:
+    """Goals of others, and the models of others."""
+
     goal_dim: int = 16
     """numbers in a goal"""
     hypotheses: int = 8
@@ -199,8 +209,14 @@ class Args(RunArgs, GameArgs):
     """steps within which a goal is looked for in hindsight"""
     moa_samples: Literal["present", "rewarded"] = "present"
     """in real games models of others learn from all who are there, or from those that go on to catch prey"""
-    search: Literal["mcts", "one-step", "none"] = "mcts"
-    """plan by tree search, by looking one move ahead, or not at all"""
+    hidden_size: int = 64
+    """units in the hidden layers"""
+
+
+@dataclass
+class SearchArgs:
+    """The search."""
+
     search_model: Literal["learned", "rules"] = "learned"
     """what moves the board in a search and in imagined games"""
     num_simulations: int = 16
@@ -212,12 +228,22 @@ class Args(RunArgs, GameArgs):
     prize_floor: float = 0.5
     """Q and advantages are divided by the return expected plus this: prizes count by how they compare, not by
     their size; inf leaves them as they are"""
+
+
+@dataclass
+class ImaginationArgs:
+    """Games in the head."""
+
     imagined_per_real: float = 64.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
     """share of the imagined games that are with strangers like those of the warm-up"""
-    buffer_size: int = 32_768
-    """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
+
+
+@dataclass
+class WarmupArgs:
+    """Before the first game of self-play."""
+
     warmup_meetings: int = 128
     """meetings of rule-based players in the warm-up, each of four episodes or more"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
@@ -226,10 +252,20 @@ class Args(RunArgs, GameArgs):
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
     world_model_checkpoint: str | None = None
     """run folder or checkpoint of train_world_model.py, in place of that part of the warm-up"""
-    hidden_size: int = 64
-    """units in the hidden layers"""
     vae_size: int = 128
     """units in the hidden layers of the goal prior"""
+
+
+@dataclass
+class LearningArgs:
+    """Playing and learning in turns."""
+
+    num_envs: int = 64
+    """games played side by side"""
+    num_steps: int = 16
+    """real steps of each game between two updates"""
+    buffer_size: int = 32_768
+    """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
     learning_rate: float = 4e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
@@ -246,16 +282,34 @@ class Args(RunArgs, GameArgs):
     """how far the ratio of new to old probability may move before the policy loss is flat"""
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
+
+
+@dataclass
+class MeasuringArgs:
+    """At the end of the run."""
+
     eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
+
+
+@dataclass
+class AdaptArgs:
+    """A trained player among others."""
+
     meeting_episodes: int = 20
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
     meetings: int = 500
     """--mode adapt: meetings in each seat"""
     adapt_moa: bool = False
     """--mode adapt: the models of others go on learning, too"""
+
+
+@dataclass
+class Args(AdaptArgs, MeasuringArgs, LearningArgs, WarmupArgs, ImaginationArgs, SearchArgs, BeliefArgs,
+            RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 GAE_LAMBDA = 0.95  # of the generalised advantage estimate
@@ -3627,11 +3681,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

@@ -105,7 +105,37 @@ from tqdm import tqdm
 # ======================================================================================= flags
 
 @dataclass
+class FirstArgs:
+    """What one needs first."""
+
+    mode: Literal["train", "adapt"] = "train"
+    """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
+    players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
+    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
+    switch-nh-ns, mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1
+    (trained before)"""
+    checkpoint: str | None = None
+    """folder of the run whose learner is taken for --mode adapt"""
+    total_timesteps: int = 1_500_000
+    """environment steps of the run; one is one joint move of all players"""
+    memory: Literal["none", "gru"] = "none"
+    """what a learner remembers of a meeting: nothing; or what a recurrent network keeps (gru)"""
+    buffer: Literal["transitions", "episodes"] = "transitions"
+    """learn from the steps just taken, or from whole episodes held in a buffer"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
+    """The board and its rules."""
+
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -136,48 +166,36 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    """How the run is run, and where it is kept."""
+
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    mode: Literal["train", "adapt"] = "train"
-    """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
-    players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
-    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
-    switch-nh-ns, mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1
-    (trained before)"""
-    checkpoint: str | None = None
-    """folder of the run whose learner is taken for --mode adapt"""
-    memory: Literal["none", "gru"] = "none"
-    """what a learner remembers of a meeting: nothing; or what a recurrent network keeps (gru)"""
+class MeetingArgs:
+    """Meetings, rows of episodes with the same players."""
+
     meeting_episodes: int | None = None
     """episodes of a meeting, a row of episodes with the same players (default: 1, with --mode adapt 20)"""
     meetings: int = 500
     """--mode adapt: meetings in each seat"""
+
+
+@dataclass
+class LearningArgs:
+    """Playing and learning in turns."""
+
     share_parameters: bool = False
     """all learners are one: the same parameters, trained on the data of all their seats"""
-    total_timesteps: int = 1_500_000
-    """environment steps of the run; one is one joint move of all players"""
     num_envs: int = 256
     """games played side by side"""
     num_steps: int = 32
     """steps of each game between two updates (with --buffer transitions)"""
-    buffer: Literal["transitions", "episodes"] = "transitions"
-    """learn from the steps just taken, or from whole episodes held in a buffer"""
     buffer_size: int | None = None
     """steps that the episode buffer holds (default with --buffer episodes: 5000)"""
     hidden_size: int = 64
@@ -209,12 +227,23 @@ class Args(RunArgs, GameArgs):
     size (default: they are left as they are)"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
+
+
+@dataclass
+class MeasuringArgs:
+    """What is told of the run."""
+
     eval_episodes: int = 20_000
     """episodes of each evaluation at the end, sampled and greedy; 0 for none"""
     thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
     """mean returns whose first reaching is timed, by the mean of the last 500 episodes"""
     picture_every: float = 30.0
     """seconds between two pictures of an episode"""
+
+
+@dataclass
+class Args(MeasuringArgs, LearningArgs, MeetingArgs, RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 RANGES = (
@@ -2021,11 +2050,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise
