@@ -74,6 +74,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -628,6 +629,8 @@ def play_and_learn(args, folder, run, log):
             run.table.meet_anew(1 / MEETING)
             real = play_steps(run.table, run.returns, args.num_steps, args.search)
             run.timesteps += args.num_steps * args.num_envs
+            run.returns.show(log.bar)
+            log.bar.refresh()  # the first return is told as soon as it is known
             log.clock("real_games")
             run.replay.add(real)
             figures = score_models(run.table, real)
@@ -651,12 +654,23 @@ def play_and_learn(args, folder, run, log):
     return interrupt.wanted
 
 
+PLOTS = (("charts", "return of each player", "charts/episodic_return"),
+         ("losses", "explained variance, of imagined and of real steps", "losses/.*explained_variance"),
+         ("losses", "value loss, of imagined and of real steps", "losses/.*value_loss"),
+         ("losses", "entropy, of imagined and of real steps", "losses/.*entropy"),
+         ("moa", "true probability of the action held most likely, and the ceiling", "moa/top1"),
+         ("moa", "true probability of the three held most likely, and the ceiling", "moa/top3"),
+         ("moa", "cross-entropy, and its floor", "moa/cross_entropy"), ("moa", "losses", "moa/.*loss"),
+         ("mcts", "what the search changes", "mcts/(gain|changed)"),
+         ("time", "seconds of each part of an update", "time/"))
+
+
 class Log:
     """What a run shows while it learns: the moving line, TensorBoard, pictures, the curve for the results."""
 
     def __init__(self, args, folder, run):
         self.args, self.folder, self.run = args, folder, run
-        self.writer = open_writer(folder, args, run.timesteps)
+        self.writer = open_writer(folder, args, run.timesteps, PLOTS)
         self.bar = tqdm(total=args.total_timesteps, initial=run.timesteps, unit=" steps", unit_scale=True,
                         dynamic_ncols=True, mininterval=0.5, desc="training")
         self.seconds_before = run.seconds
@@ -678,7 +692,7 @@ class Log:
         return (self.run.timesteps - self.begun_at) / (time.perf_counter() - self.begun)
 
     def update(self, real, dream, figures):
-        """Takes in an update. Figures are of [L] or [P]; a player's line is the mean over its own."""
+        """Takes in an update. Figures [L] are shown as their mean, those of moa/ [P] by kind of co-player."""
         args, run, table, last = self.args, self.run, self.run.table, self.run.returns.last
         now = {"seconds": round(run.seconds, 2), "true_steps": run.true_steps}
         run.thresholds.check(last, table.hop_seats, **now)
@@ -693,8 +707,11 @@ class Log:
             for name, value in zip(table.names, last.mean(0).tolist()):
                 self.add(f"charts/episodic_return/{name}", value)
         for tag, value in figures.items():
-            for seat, own in zip(table.hop_seats, value.unflatten(0, (len(table.hop_seats), -1))):
-                self.add(f"{tag}/{table.names[seat]}", own.nanmean())
+            if tag.startswith("moa/"):
+                for kind, pairs in table.pairs_by_kind().items():
+                    self.add(f"{tag}/{kind.replace(os.sep, '-').replace('/', '-')}", value[pairs].nanmean())
+            else:
+                self.add(tag, value.nanmean())
         if dream is not None:
             run.imagined_steps += dream["policy"]["actions"].numel()
         if "search" in real:
@@ -709,14 +726,13 @@ class Log:
             self.add(f"time/{part}", spent)
         self.add("charts/SPS", self.speed())
         self.bar.update(run.timesteps - self.bar.n)
-        run.returns.show(self.bar)
         self.clock("logging")
 
     def picture(self):
         steps = self.run.timesteps
         path = os.path.join(self.folder, "pictures", f"episode_{steps}.gif")
         frames = record_game(self.args, self.run.table, self.args.seed + steps)
-        add_gif(self.writer, "episode", frames, steps, path)
+        add_gif(self.writer, "a_game", frames, steps, path)
         self.clock("picture")
 
 
@@ -731,7 +747,7 @@ def report(args, folder, run, log):
                "thresholds": run.thresholds.reached, "simulations": run.simulations,
                "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
                "curve": run.curve}
-    rows = [["evaluation", *table.names, "HOP+ mean", "episodes"]]
+    rows = [["evaluation", *table.names, "HOP+ mean", "episodes", "equals earn equally?"]]
     strengths = args.strengths or [1] * len(args.players)
     for mode, episodes, search in (("searched", args.eval_episodes, args.search),
                                    ("policy", args.eval_policy_episodes, "none")):
@@ -740,12 +756,17 @@ def report(args, folder, run, log):
             measured += steps
             summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
-            rows.append([mode, *means, summary["episodes"]])
+            rows.append([mode, *means, summary["episodes"], equality(summary)])
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     run.thresholds.print()
-    results["moa"], steps = report_models(args, table)
+    print(f"largest fall of that mean in the run's last quarter: {run.largest_fall:.1%}")
+    results["moa"], results["moa_by_pair"], steps = report_models(args, table)
+    lines = [["of", "", *ACTIONS], ["-"] * (len(ACTIONS) + 2)]
+    lines += [[kind, key, *(f"{share:.3f}" for share in scores[key].values())]
+              for kind, scores in results["moa"].items() for key in ("share", "recall", "recall_ceiling")]
+    log.writer.add_text("moa/recall_by_action", "\n".join(f"|{'|'.join(line)}|" for line in lines))
     measured += steps
     if args.search_model == "learned":
         results["world_model"], steps = score_world(args, table.model)
@@ -753,11 +774,17 @@ def report(args, folder, run, log):
         print("\nworld model, on fresh mixed games: " + ", ".join(
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
+    add_hparams(log.writer, args, [f"evaluation/{mode}" for mode in results["evaluation"]])
     log.writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
           f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}")
+    seats = {"players": args.players} if args.players != Args.players else {}
+    strangers = ("hop", *["nh"] * (len(args.players) - 1))
+    print_next(args, os.path.join(folder, "pictures", f"episode_{run.timesteps}.gif"),
+               look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
+               meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
 # ===================================================================================== warm-up
@@ -1140,6 +1167,11 @@ class Table(Saved):
         known = self.lineup.known.clone()
         known[self.hop_seats + self.trained_seats] = True
         return known
+
+    def pairs_by_kind(self):
+        """The numbers of the pairs [P] by what --players calls the one that is modelled."""
+        kinds = [self.args.players[seat] for seat in self.pairs.tolist()]
+        return {kind: [pair for pair, other in enumerate(kinds) if other == kind] for kind in kinds}
 
     def told(self, mean):
         """What the policies are told of the others' goals, the same for a whole search.
@@ -1968,7 +2000,8 @@ def report_models(args, table, decisions=2_000, searches=16):
     """The models of others on fresh games; what a searching player does is averaged over repeated searches.
 
     The decisions are every sixth step of meetings, so that they come from all parts of an episode, and from
-    later episodes as well as from the first. -> for results.json, by kind of player; true-game steps played
+    later episodes as well as from the first. -> for results.json, by kind of player and by pair of players;
+    true-game steps played
     """
     fresh = Table(args, args.num_envs, args.seed + 2_000_000, table.networks, table.model)
     steps, found, played = [], 0, 0
@@ -1988,9 +2021,7 @@ def report_models(args, table, decisions=2_000, searches=16):
     scores = {key.removeprefix("moa/"): value for key, value in score_models(fresh, data, draws=16).items()}
     results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
     columns = ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor")
-    kinds = [args.players[seat] for seat in fresh.pairs.tolist()]
-    for kind in dict.fromkeys(kinds):
-        pairs = [pair for pair, other in enumerate(kinds) if other == kind]
+    for kind, pairs in fresh.pairs_by_kind().items():
         means = {key: value[pairs].mean().item() for key, value in scores.items()}
         results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
         share = data["by_action"]["share"][pairs]
@@ -2000,7 +2031,15 @@ def report_models(args, table, decisions=2_000, searches=16):
         results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in by_action.items()}
         rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
-    return results, played
+    by_pair = {}
+    for pair, (reader, other) in enumerate(zip(fresh.readers.tolist(), fresh.pairs.tolist())):
+        loss, hits = (None if scores[key][pair].isnan() else scores[key][pair].item()
+                      for key in ("cross_entropy", "top1"))
+        share, recall = (data["by_action"][key][pair].tolist() for key in ("share", "recall"))
+        recall = {action: value for action, value, met in zip(ACTIONS, recall, share) if met > 0}
+        by_pair[f"{fresh.names[reader]}_of_{fresh.names[other]}"] = {
+            "loss": loss, "hits": hits, "recall": recall}
+    return results, by_pair, played
 
 
 @torch.no_grad()
@@ -3286,6 +3325,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -3345,7 +3386,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -3374,8 +3415,11 @@ def leave_results(args, results):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+
+    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
+    """
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -3387,6 +3431,10 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {group: {} for group, _, _ in plots}
+        for group, title, pattern in plots:
+            layout[group][title] = ["Multiline", [pattern]]
+        writer.add_custom_scalars(layout)
     return writer
 
 
@@ -3596,6 +3644,44 @@ def summarise(returns, seats, names):
     return {**{name: column.mean().item() for name, column in columns.items()},
             "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
+
+
+def add_hparams(writer, args, tags):
+    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+        writer._get_file_writer().add_summary(summary)
+
+
+def command(**flags):
+    """A line that starts this script with some flags, to be pasted into bash or PowerShell."""
+    words = ["python", SCRIPT]
+    for name, value in flags.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += [flag(name), *map(str, values)]
+    return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
+
+
+def print_next(args, picture, **steps):
+    """Tells where the picture of the last episode is, and what to try next: commands by what they do."""
+    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
+    steps |= {"try another seed": command(**changed | {"seed": args.seed + 1}),
+              "see all curves": f'tensorboard --logdir "{args.runs_dir}"', "see the last episode": picture}
+    print("\nWhat next:")
+    for what, line in steps.items():
+        print(f"  {what.replace('_', ' '):24}{line}")
+
+
+def equality(summary):
+    """Whether players of the same name earned equally, in a word, of what summarise gives."""
+    test = summary["equal_players"]
+    if test["limit"] is None:
+        return "–"
+    return f"{'yes' if test['equal'] else 'no'} (z {test['largest_z'] or 0:.1f}, limit {test['limit']:.1f})"
 
 
 def report_meetings(args, answer):

@@ -57,6 +57,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -442,7 +443,7 @@ def main(args):
     if had_finished(args, run.true_steps >= args.total_timesteps):
         return 0
     folder = open_run(args)
-    writer = open_writer(folder, args, run.true_steps)
+    writer = open_writer(folder, args, run.true_steps, PLOTS)
     try:
         stopped = train(args, run, folder, writer)
     except NotFinite as failure:
@@ -482,8 +483,8 @@ def train(args, run, folder, writer):
             run.seconds = seconds_before + time.perf_counter() - START
             run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
                                  true_steps=run.true_steps)
-            bar.update(run.true_steps - bar.n)
             run.returns.show(bar)
+            bar.update(run.true_steps - bar.n)
             run.losses = run.losses + [losses] if run.true_steps > 0.9 * args.total_timesteps else []
             log_update(writer, run, losses, {
                 "charts/SPS": (run.true_steps - steps_before) / (ended - begun), "charts/ent_coef": ent_coef,
@@ -498,6 +499,12 @@ def train(args, run, folder, writer):
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
     return interrupt.wanted
+
+
+PLOTS = (("charts", "return of each player", "charts/episodic_return"),
+         *(("losses", f"{key} of each learner", f"losses/{key}") for key in
+           ("explained_variance", "value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac")),
+         ("time", "seconds of each part of an update", "time/"))
 
 
 def log_update(writer, run, losses, numbers):
@@ -516,7 +523,7 @@ def log_pictures(args, writer, run, data, folder):
     """Writes a GIF of an episode, and a histogram of the actions that each learner took in a rollout."""
     path = os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif")
     frames = record_episode(args, run.agent, args.seed + run.true_steps)
-    add_gif(writer, "episode", frames, run.true_steps, path)
+    add_gif(writer, "a_game", frames, run.true_steps, path)
     for name, learner in run.table.learner_of.items():
         actions = data["actions"][:, learner][data["present"][:, learner]]
         if len(actions):
@@ -564,7 +571,7 @@ def play_episodes(args, agent, num_envs, episodes, greedy, seed):
 def report(args, run, folder, writer):
     """Measures the learners on fresh episodes, writes results.json and prints the tables."""
     table, evaluation, evaluation_steps = run.table, {}, 0
-    rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
+    rows = [["evaluation", *table.names, "learners' mean", "episodes", "equals earn equally?"]]
     names = list(zip(args.players, args.strengths or [1] * len(args.players)))  # who is whose equal
     for mode in ("sampled", "greedy") if args.eval_episodes else ():
         seed = args.seed + 1_000_000
@@ -572,12 +579,13 @@ def report(args, run, folder, writer):
         evaluation_steps += steps
         evaluation[mode] = result = summarise(returns, table.learner_seats, names)
         columns = [f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")]
-        rows.append([mode, *columns, result["episodes"]])
+        rows.append([mode, *columns, result["episodes"], equality(result)])
         writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
     losses = {}
     for key in run.losses[0]:
         mean = torch.stack([update[key] for update in run.losses]).mean(0)
         losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
+    add_hparams(writer, args, [f"evaluation/{mode}" for mode in evaluation])
     writer.flush()
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
@@ -588,6 +596,9 @@ def report(args, run, folder, writer):
     run.thresholds.print()
     print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. "
           f"Everything is in {folder}")
+    strangers = ("ppo", *["nh"] * (len(args.players) - 1))
+    print_next(args, os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif"),
+               meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
 def load_learners(args):
@@ -1655,6 +1666,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -1714,7 +1727,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1743,8 +1756,11 @@ def leave_results(args, results):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+
+    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
+    """
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1756,6 +1772,10 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {group: {} for group, _, _ in plots}
+        for group, title, pattern in plots:
+            layout[group][title] = ["Multiline", [pattern]]
+        writer.add_custom_scalars(layout)
     return writer
 
 
@@ -1965,6 +1985,44 @@ def summarise(returns, seats, names):
     return {**{name: column.mean().item() for name, column in columns.items()},
             "ci95": {name: half(column) for name, column in columns.items()}, "episodes": len(returns),
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
+
+
+def add_hparams(writer, args, tags):
+    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+        writer._get_file_writer().add_summary(summary)
+
+
+def command(**flags):
+    """A line that starts this script with some flags, to be pasted into bash or PowerShell."""
+    words = ["python", SCRIPT]
+    for name, value in flags.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += [flag(name), *map(str, values)]
+    return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
+
+
+def print_next(args, picture, **steps):
+    """Tells where the picture of the last episode is, and what to try next: commands by what they do."""
+    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
+    steps |= {"try another seed": command(**changed | {"seed": args.seed + 1}),
+              "see all curves": f'tensorboard --logdir "{args.runs_dir}"', "see the last episode": picture}
+    print("\nWhat next:")
+    for what, line in steps.items():
+        print(f"  {what.replace('_', ' '):24}{line}")
+
+
+def equality(summary):
+    """Whether players of the same name earned equally, in a word, of what summarise gives."""
+    test = summary["equal_players"]
+    if test["limit"] is None:
+        return "–"
+    return f"{'yes' if test['equal'] else 'no'} (z {test['largest_z'] or 0:.1f}, limit {test['limit']:.1f})"
 
 
 def report_meetings(args, answer):

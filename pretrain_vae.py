@@ -61,6 +61,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -1720,6 +1721,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -1779,7 +1782,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1800,8 +1803,11 @@ def open_run(args):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+
+    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
+    """
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1813,6 +1819,10 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {group: {} for group, _, _ in plots}
+        for group, title, pattern in plots:
+            layout[group][title] = ["Multiline", [pattern]]
+        writer.add_custom_scalars(layout)
     return writer
 
 

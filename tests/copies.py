@@ -27,6 +27,7 @@ DIFFERENT = {
     "SampleArgs": "each script has its own flags",
     "LearningArgs": "each script has its own flags",
     "MeasuringArgs": "each script has its own flags",
+    "PLOTS": "each script has its own figures",
     "RANGES": "each script has its own flags",
     "check_flags": "each script refuses what its own flags cannot mean",
     "main": "each script runs its own experiment",
