@@ -126,8 +126,6 @@ from tqdm import tqdm
 
 @dataclass
 class FirstArgs:
-    """What one needs first."""
-
     mode: Literal["train", "adapt", "watch"] = "train"
     """train; put a trained player of --checkpoint among others (adapt); or look on step by step (watch)"""
     players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
@@ -154,8 +152,6 @@ class FirstArgs:
 
 @dataclass
 class GameArgs:
-    """The board and its rules."""
-
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -186,8 +182,6 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    """How the run is run, and where it is kept."""
-
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
@@ -198,8 +192,6 @@ class RunArgs:
 
 @dataclass
 class BeliefArgs:
-    """Goals of others, and the models of others."""
-
     goal_dim: int = 16
     """numbers in a goal"""
     hypotheses: int = 8
@@ -216,8 +208,6 @@ class BeliefArgs:
 
 @dataclass
 class SearchArgs:
-    """The search."""
-
     search_model: Literal["learned", "rules"] = "learned"
     """what moves the board in a search and in imagined games"""
     num_simulations: int = 16
@@ -233,8 +223,6 @@ class SearchArgs:
 
 @dataclass
 class ImaginationArgs:
-    """Games in the head."""
-
     imagined_per_real: float = 64.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
@@ -243,8 +231,6 @@ class ImaginationArgs:
 
 @dataclass
 class WarmupArgs:
-    """Before the first game of self-play."""
-
     warmup_meetings: int = 128
     """meetings of rule-based players in the warm-up, each of four episodes or more"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
@@ -259,8 +245,6 @@ class WarmupArgs:
 
 @dataclass
 class LearningArgs:
-    """Playing and learning in turns."""
-
     num_envs: int = 64
     """games played side by side"""
     num_steps: int = 16
@@ -287,8 +271,6 @@ class LearningArgs:
 
 @dataclass
 class MeasuringArgs:
-    """At the end of the run."""
-
     eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
@@ -297,8 +279,6 @@ class MeasuringArgs:
 
 @dataclass
 class AdaptArgs:
-    """A trained player among others."""
-
     meeting_episodes: int = 20
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
     meetings: int = 500
@@ -654,15 +634,8 @@ def play_and_learn(args, folder, run, log):
     return interrupt.wanted
 
 
-PLOTS = (("charts", "return of each player", "charts/episodic_return"),
-         ("losses", "explained variance, of imagined and of real steps", "losses/.*explained_variance"),
-         ("losses", "value loss, of imagined and of real steps", "losses/.*value_loss"),
-         ("losses", "entropy, of imagined and of real steps", "losses/.*entropy"),
-         ("moa", "true probability of the action held most likely, and the ceiling", "moa/top1"),
-         ("moa", "true probability of the three held most likely, and the ceiling", "moa/top3"),
-         ("moa", "cross-entropy, and its floor", "moa/cross_entropy"), ("moa", "losses", "moa/.*loss"),
-         ("mcts", "what the search changes", "mcts/(gain|changed)"),
-         ("time", "seconds of each part of an update", "time/"))
+PLOTS = ("charts/episodic_return", "losses/.*explained_variance", "losses/.*value_loss", "losses/.*entropy",
+         "moa/top1", "moa/top3", "moa/cross_entropy", "moa/.*loss", "mcts/(gain|changed)", "time/.*")
 
 
 class Log:
@@ -779,11 +752,11 @@ def report(args, folder, run, log):
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
-          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}")
+          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}, "
+          f"the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
     seats = {"players": args.players} if args.players != Args.players else {}
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
-    print_next(args, os.path.join(folder, "pictures", f"episode_{run.timesteps}.gif"),
-               look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
+    print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
                meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
@@ -2033,12 +2006,11 @@ def report_models(args, table, decisions=2_000, searches=16):
     print_table("models of others, on fresh games", rows)
     by_pair = {}
     for pair, (reader, other) in enumerate(zip(fresh.readers.tolist(), fresh.pairs.tolist())):
-        loss, hits = (None if scores[key][pair].isnan() else scores[key][pair].item()
-                      for key in ("cross_entropy", "top1"))
+        loss, hits = (scores[key][pair].item() for key in ("cross_entropy", "top1"))
         share, recall = (data["by_action"][key][pair].tolist() for key in ("share", "recall"))
-        recall = {action: value for action, value, met in zip(ACTIONS, recall, share) if met > 0}
         by_pair[f"{fresh.names[reader]}_of_{fresh.names[other]}"] = {
-            "loss": loss, "hits": hits, "recall": recall}
+            "loss": None if math.isnan(loss) else loss, "hits": None if math.isnan(hits) else hits,
+            "recall": {action: part for action, part, met in zip(ACTIONS, recall, share) if met > 0}}
     return results, by_pair, played
 
 
@@ -3417,9 +3389,7 @@ def leave_results(args, results):
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-
-    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
-    """
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -3431,10 +3401,12 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {group: {} for group, _, _ in plots}
-        for group, title, pattern in plots:
-            layout[group][title] = ["Multiline", [pattern]]
-        writer.add_custom_scalars(layout)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -3665,12 +3637,12 @@ def command(**flags):
     return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
 
 
-def print_next(args, picture, **steps):
-    """Tells where the picture of the last episode is, and what to try next: commands by what they do."""
+def print_next(args, **steps):
+    """Tells what to try next, by name a line to paste."""
     changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
                if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
-    steps |= {"try another seed": command(**changed | {"seed": args.seed + 1}),
-              "see all curves": f'tensorboard --logdir "{args.runs_dir}"', "see the last episode": picture}
+    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
     print("\nWhat next:")
     for what, line in steps.items():
         print(f"  {what.replace('_', ' '):24}{line}")
@@ -3678,10 +3650,8 @@ def print_next(args, picture, **steps):
 
 def equality(summary):
     """Whether players of the same name earned equally, in a word, of what summarise gives."""
-    test = summary["equal_players"]
-    if test["limit"] is None:
-        return "–"
-    return f"{'yes' if test['equal'] else 'no'} (z {test['largest_z'] or 0:.1f}, limit {test['limit']:.1f})"
+    z, limit, equal = summary["equal_players"].values()
+    return "–" if limit is None else f"{'yes' if equal else 'no'} (z {z or 0:.1f}, limit {limit:.1f})"
 
 
 def report_meetings(args, answer):

@@ -107,8 +107,6 @@ from tqdm import tqdm
 
 @dataclass
 class FirstArgs:
-    """What one needs first."""
-
     mode: Literal["train", "adapt"] = "train"
     """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
     players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
@@ -135,8 +133,6 @@ class FirstArgs:
 
 @dataclass
 class GameArgs:
-    """The board and its rules."""
-
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -167,8 +163,6 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    """How the run is run, and where it is kept."""
-
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
@@ -179,8 +173,6 @@ class RunArgs:
 
 @dataclass
 class MeetingArgs:
-    """Meetings, rows of episodes with the same players."""
-
     meeting_episodes: int | None = None
     """episodes of a meeting, a row of episodes with the same players (default: 1, with --mode adapt 20)"""
     meetings: int = 500
@@ -189,8 +181,6 @@ class MeetingArgs:
 
 @dataclass
 class LearningArgs:
-    """Playing and learning in turns."""
-
     share_parameters: bool = False
     """all learners are one: the same parameters, trained on the data of all their seats"""
     num_envs: int = 256
@@ -232,8 +222,6 @@ class LearningArgs:
 
 @dataclass
 class MeasuringArgs:
-    """What is told of the run."""
-
     eval_episodes: int = 20_000
     """episodes of each evaluation at the end, sampled and greedy; 0 for none"""
     thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
@@ -501,10 +489,8 @@ def train(args, run, folder, writer):
     return interrupt.wanted
 
 
-PLOTS = (("charts", "return of each player", "charts/episodic_return"),
-         *(("losses", f"{key} of each learner", f"losses/{key}") for key in
-           ("explained_variance", "value_loss", "policy_loss", "entropy", "approx_kl", "clipfrac")),
-         ("time", "seconds of each part of an update", "time/"))
+PLOTS = ("charts/episodic_return", "losses/explained_variance", "losses/value_loss", "losses/policy_loss",
+         "losses/entropy", "losses/approx_kl", "losses/clipfrac", "time/.*")
 
 
 def log_update(writer, run, losses, numbers):
@@ -595,10 +581,10 @@ def report(args, run, folder, writer):
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     run.thresholds.print()
     print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. "
-          f"Everything is in {folder}")
+          f"Everything is in {folder}, the last episode in "
+          f"{os.path.join(folder, 'pictures', f'episode_{run.true_steps}.gif')}")
     strangers = ("ppo", *["nh"] * (len(args.players) - 1))
-    print_next(args, os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif"),
-               meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
+    print_next(args, meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
 def load_learners(args):
@@ -1758,9 +1744,7 @@ def leave_results(args, results):
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-
-    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
-    """
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1772,10 +1756,12 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {group: {} for group, _, _ in plots}
-        for group, title, pattern in plots:
-            layout[group][title] = ["Multiline", [pattern]]
-        writer.add_custom_scalars(layout)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -2006,12 +1992,12 @@ def command(**flags):
     return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
 
 
-def print_next(args, picture, **steps):
-    """Tells where the picture of the last episode is, and what to try next: commands by what they do."""
+def print_next(args, **steps):
+    """Tells what to try next, by name a line to paste."""
     changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
                if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
-    steps |= {"try another seed": command(**changed | {"seed": args.seed + 1}),
-              "see all curves": f'tensorboard --logdir "{args.runs_dir}"', "see the last episode": picture}
+    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
     print("\nWhat next:")
     for what, line in steps.items():
         print(f"  {what.replace('_', ' '):24}{line}")
@@ -2019,10 +2005,8 @@ def print_next(args, picture, **steps):
 
 def equality(summary):
     """Whether players of the same name earned equally, in a word, of what summarise gives."""
-    test = summary["equal_players"]
-    if test["limit"] is None:
-        return "–"
-    return f"{'yes' if test['equal'] else 'no'} (z {test['largest_z'] or 0:.1f}, limit {test['limit']:.1f})"
+    z, limit, equal = summary["equal_players"].values()
+    return "–" if limit is None else f"{'yes' if equal else 'no'} (z {z or 0:.1f}, limit {limit:.1f})"
 
 
 def report_meetings(args, answer):

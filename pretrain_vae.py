@@ -112,8 +112,6 @@ from tqdm import tqdm
 
 @dataclass
 class FirstArgs:
-    """What one needs first."""
-
     num_players: int = 4
     """players of a game"""
     mix: tuple[str, ...] = ("ns", "nh")
@@ -140,8 +138,6 @@ class FirstArgs:
 
 @dataclass
 class GameArgs:
-    """The board and its rules."""
-
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -172,8 +168,6 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    """How the run is run, and where it is kept."""
-
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
@@ -184,8 +178,6 @@ class RunArgs:
 
 @dataclass
 class SampleArgs:
-    """The games to learn from."""
-
     shares: tuple[float, ...] | None = None
     """how often each kind of the mix is drawn, in proportion (default: equally)"""
     held_out_episodes: int = 1_500
@@ -200,8 +192,6 @@ class SampleArgs:
 
 @dataclass
 class GoalArgs:
-    """Goals, and the networks."""
-
     kl_weight: float = 1e-3
     """weight of the KL divergence of the goals from a standard normal"""
     horizon: int = 35
@@ -216,8 +206,6 @@ class GoalArgs:
 
 @dataclass
 class LearningArgs:
-    """Training."""
-
     epochs: int = 3
     """times that training goes through its games"""
     batch_size: int = 256
@@ -230,8 +218,6 @@ class LearningArgs:
 
 @dataclass
 class MeasuringArgs:
-    """What is told of the run."""
-
     eval_every: int = 1
     """epochs between two scorings; the last is always scored"""
 
@@ -1805,9 +1791,7 @@ def open_run(args):
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-
-    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
-    """
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1819,10 +1803,12 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {group: {} for group, _, _ in plots}
-        for group, title, pattern in plots:
-            layout[group][title] = ["Multiline", [pattern]]
-        writer.add_custom_scalars(layout)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 

@@ -97,8 +97,6 @@ from tqdm import tqdm
 
 @dataclass
 class FirstArgs:
-    """What one needs first."""
-
     checkpoint: str = ""
     """checkpoint.pt of train_world_model.py"""
     data: str | None = None
@@ -123,8 +121,6 @@ class FirstArgs:
 
 @dataclass
 class GameArgs:
-    """The board and its rules."""
-
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -155,8 +151,6 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    """How the run is run, and where it is kept."""
-
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
@@ -167,8 +161,6 @@ class RunArgs:
 
 @dataclass
 class MeasuringArgs:
-    """What is told of the test."""
-
     samples: int = 4
     """rows drawn cell by cell, the worst ones first"""
 
@@ -1599,9 +1591,7 @@ def leave_results(args, results):
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-
-    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
-    """
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1613,10 +1603,12 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {group: {} for group, _, _ in plots}
-        for group, title, pattern in plots:
-            layout[group][title] = ["Multiline", [pattern]]
-        writer.add_custom_scalars(layout)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 

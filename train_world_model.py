@@ -99,8 +99,6 @@ from tqdm import tqdm
 
 @dataclass
 class FirstArgs:
-    """What one needs first."""
-
     boards: tuple[str, ...] = ("4x4", "8x8", "8x8b5")
     """boards to play on, as height x width and, where they differ from the game's flags, bB blocks, pP
     players, sS stags, hH hares: 5x7b2p6s2"""
@@ -126,8 +124,6 @@ class FirstArgs:
 
 @dataclass
 class GameArgs:
-    """The board and its rules."""
-
     height: int = 4
     """rows of the board"""
     width: int = 4
@@ -158,8 +154,6 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    """How the run is run, and where it is kept."""
-
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
@@ -170,8 +164,6 @@ class RunArgs:
 
 @dataclass
 class SampleArgs:
-    """The games to learn from."""
-
     gathered: float = 0.8
     """share of the episodes learned from that begin with most players on one cell; those held out are plain
     play"""
@@ -181,8 +173,6 @@ class SampleArgs:
 
 @dataclass
 class LearningArgs:
-    """Training."""
-
     hidden_size: int = 64
     """units in each of the two hidden layers of each network"""
     batch_size: int = 1024
@@ -198,8 +188,6 @@ class LearningArgs:
 
 @dataclass
 class MeasuringArgs:
-    """What is told of the run."""
-
     check_every: int = 250
     """gradient steps between two measurements on the rows held out"""
 
@@ -1516,9 +1504,7 @@ def open_run(args):
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-
-    plots are rows of (group, title, pattern): the page "Custom Scalars" shows the tags of a pattern as one.
-    """
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1530,10 +1516,12 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {group: {} for group, _, _ in plots}
-        for group, title, pattern in plots:
-            layout[group][title] = ["Multiline", [pattern]]
-        writer.add_custom_scalars(layout)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 

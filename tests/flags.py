@@ -16,12 +16,12 @@ def typed(default):
 
 
 def flags_of(script):
-    """{class: (its docstring, its flags in order, each (name, default, what it does))} of the groups of flags"""
+    """{class: its flags in order, each (name, default, what it does)} of the groups of flags"""
     found = {}
     for node in ast.parse((ROOT / script).read_text(encoding="utf-8")).body:
         if isinstance(node, ast.ClassDef) and node.name.endswith("Args") and node.name != "Args":
-            fields = zip(node.body[1::2], node.body[2::2])
-            found[node.name] = ast.get_docstring(node), [
+            fields = zip(node.body[::2], node.body[1::2])
+            found[node.name] = [
                 ("--" + field.target.id.replace("_", "-"), typed(ast.literal_eval(field.value)),
                  " ".join(text.value.value.split())) for field, text in fields]
     return found
@@ -36,7 +36,7 @@ def table(flags):
 def section(script, names):
     """The tables of some groups of a script's flags."""
     of = flags_of(script)
-    return [f"### {name.removesuffix('Args').lower()}\n\n{of[name][0]}\n\n{table(of[name][1])}" for name in names]
+    return [f"### {name.removesuffix('Args').lower()}\n\n{table(of[name])}" for name in names]
 
 
 def document():
