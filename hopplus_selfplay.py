@@ -76,6 +76,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -126,6 +127,34 @@ from tqdm import tqdm
 
 
 @dataclass
+class FirstArgs:
+    mode: Literal["train", "adapt", "watch", "play"] = "train"
+    """train; put a trained player of --checkpoint among others (adapt); look on step by step (watch); or take
+    a seat in the terminal (play)"""
+    players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
+    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
+    mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
+    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run); in --mode play
+    one human. Without this, --mode watch and play take who was trained (a human sits in the first seat)"""
+    checkpoint: str | None = None
+    """folder of the run whose players are taken for --mode adapt, watch and play"""
+    total_timesteps: int = 102_400
+    """real environment steps of the training; one is one joint move of all players"""
+    goals: Literal["latent", "zero"] = "latent"
+    """what the players go by: a learned goal of each other player (HOP+); or nothing, every goal being 0"""
+    search: Literal["mcts", "one-step", "none"] = "mcts"
+    """plan by tree search, by looking one move ahead, or not at all"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
     height: int = 4
     """rows of the board"""
@@ -157,42 +186,16 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    mode: Literal["train", "adapt", "watch", "play"] = "train"
-    """train; put a trained player of --checkpoint among others (adapt); look on step by step (watch); or take
-    a seat in the terminal (play)"""
-    players: tuple[str, ...] = ("hop", "hop", "hop", "hop")
-    """who sits where: hop, random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh, switch-nh-ns,
-    mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1 (by
-    ppo_single_player.py); beside a trained player also runs/y:player_1 (HOP+ of another run); in --mode play
-    one human. Without this, --mode watch and play take who was trained (a human sits in the first seat)"""
-    checkpoint: str | None = None
-    """folder of the run whose players are taken for --mode adapt, watch and play"""
-    total_timesteps: int = 102_400
-    """real environment steps of the training; one is one joint move of all players"""
-    num_envs: int = 64
-    """games played side by side"""
-    num_steps: int = 16
-    """real steps of each game between two updates"""
-    goals: Literal["latent", "zero"] = "latent"
-    """what the players go by: a learned goal of each other player (HOP+); or nothing, every goal being 0"""
+class BeliefArgs:
     goal_dim: int = 16
     """numbers in a goal"""
     hypotheses: int = 8
@@ -203,8 +206,12 @@ class Args(RunArgs, GameArgs):
     """steps within which a goal is looked for in hindsight"""
     moa_samples: Literal["present", "rewarded"] = "present"
     """in real games models of others learn from all who are there, or from those that go on to catch prey"""
-    search: Literal["mcts", "one-step", "none"] = "mcts"
-    """plan by tree search, by looking one move ahead, or not at all"""
+    hidden_size: int = 64
+    """units in the hidden layers"""
+
+
+@dataclass
+class SearchArgs:
     search_model: Literal["learned", "rules"] = "learned"
     """what moves the board in a search and in imagined games"""
     num_simulations: int = 16
@@ -216,12 +223,18 @@ class Args(RunArgs, GameArgs):
     prize_floor: float = 0.5
     """Q and advantages are divided by the return expected plus this: prizes count by how they compare, not by
     their size; inf leaves them as they are"""
+
+
+@dataclass
+class ImaginationArgs:
     imagined_per_real: float = 64.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
     strangers: float = 0.75
     """share of the imagined games that are with strangers like those of the warm-up"""
-    buffer_size: int = 32_768
-    """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
+
+
+@dataclass
+class WarmupArgs:
     warmup_meetings: int = 128
     """meetings of rule-based players in the warm-up, each of four episodes or more"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
@@ -230,10 +243,18 @@ class Args(RunArgs, GameArgs):
     """run folder or checkpoint of pretrain_vae.py, in place of that part of the warm-up"""
     world_model_checkpoint: str | None = None
     """run folder or checkpoint of train_world_model.py, in place of that part of the warm-up"""
-    hidden_size: int = 64
-    """units in the hidden layers"""
     vae_size: int = 128
     """units in the hidden layers of the goal prior"""
+
+
+@dataclass
+class LearningArgs:
+    num_envs: int = 64
+    """games played side by side"""
+    num_steps: int = 16
+    """real steps of each game between two updates"""
+    buffer_size: int = 32_768
+    """real steps that the replay holds, the last ones; those of the warm-up stay beside them"""
     learning_rate: float = 4e-3
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
@@ -250,10 +271,18 @@ class Args(RunArgs, GameArgs):
     """how far the ratio of new to old probability may move before the policy loss is flat"""
     ent_coef: float = 0.02
     """weight of the entropy bonus at the start; it falls to 0 over the run"""
+
+
+@dataclass
+class MeasuringArgs:
     eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
     eval_policy_episodes: int = 20_000
     """episodes of the evaluation without search; 0 for none"""
+
+
+@dataclass
+class AdaptArgs:
     meeting_episodes: int = 20
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
     meetings: int = 500
@@ -263,6 +292,12 @@ class Args(RunArgs, GameArgs):
     keys: str | None = None
     """--mode play: a file of keys that plays in place of the keyboard; w a s d (or arrow keys) move, space
     stays, e hunts what is on one's cell (also g a stag, h a hare), q leaves"""
+
+
+@dataclass
+class Args(AdaptArgs, MeasuringArgs, LearningArgs, WarmupArgs, ImaginationArgs, SearchArgs, BeliefArgs,
+            RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 GAE_LAMBDA = 0.95  # of the generalised advantage estimate
@@ -589,6 +624,8 @@ def play_and_learn(args, folder, run, log):
             run.table.meet_anew(1 / MEETING)
             real = play_steps(run.table, run.returns, args.num_steps, args.search)
             run.timesteps += args.num_steps * args.num_envs
+            run.returns.show(log.bar)
+            log.bar.refresh()  # the first return is told as soon as it is known
             log.clock("real_games")
             run.replay.add(real)
             figures = score_models(run.table, real)
@@ -612,12 +649,16 @@ def play_and_learn(args, folder, run, log):
     return interrupt.wanted
 
 
+PLOTS = ("charts/episodic_return", "losses/.*explained_variance", "losses/.*value_loss", "losses/.*entropy",
+         "moa/top1", "moa/top3", "moa/cross_entropy", "moa/.*loss", "mcts/(gain|changed)", "time/.*")
+
+
 class Log:
     """What a run shows while it learns: the moving line, TensorBoard, pictures, the curve for the results."""
 
     def __init__(self, args, folder, run):
         self.args, self.folder, self.run = args, folder, run
-        self.writer = open_writer(folder, args, run.timesteps)
+        self.writer = open_writer(folder, args, run.timesteps, PLOTS)
         self.bar = tqdm(total=args.total_timesteps, initial=run.timesteps, unit=" steps", unit_scale=True,
                         dynamic_ncols=True, mininterval=0.5, desc="training")
         self.seconds_before = run.seconds
@@ -639,7 +680,7 @@ class Log:
         return (self.run.timesteps - self.begun_at) / (time.perf_counter() - self.begun)
 
     def update(self, real, dream, figures):
-        """Takes in an update. Figures are of [L] or [P]; a player's line is the mean over its own."""
+        """Takes in an update. Figures [L] are shown as their mean, those of moa/ [P] by kind of co-player."""
         args, run, table, last = self.args, self.run, self.run.table, self.run.returns.last
         now = {"seconds": round(run.seconds, 2), "true_steps": run.true_steps}
         run.thresholds.check(last, table.hop_seats, **now)
@@ -654,8 +695,11 @@ class Log:
             for name, value in zip(table.names, last.mean(0).tolist()):
                 self.add(f"charts/episodic_return/{name}", value)
         for tag, value in figures.items():
-            for seat, own in zip(table.hop_seats, value.unflatten(0, (len(table.hop_seats), -1))):
-                self.add(f"{tag}/{table.names[seat]}", own.nanmean())
+            if tag.startswith("moa/"):
+                for kind, pairs in table.pairs_by_kind().items():
+                    self.add(f"{tag}/{kind.replace(os.sep, '-').replace('/', '-')}", value[pairs].nanmean())
+            else:
+                self.add(tag, value.nanmean())
         if dream is not None:
             run.imagined_steps += dream["policy"]["actions"].numel()
         if "search" in real:
@@ -670,14 +714,13 @@ class Log:
             self.add(f"time/{part}", spent)
         self.add("charts/SPS", self.speed())
         self.bar.update(run.timesteps - self.bar.n)
-        run.returns.show(self.bar)
         self.clock("logging")
 
     def picture(self):
         steps = self.run.timesteps
         path = os.path.join(self.folder, "pictures", f"episode_{steps}.gif")
         frames = record_game(self.args, self.run.table, self.args.seed + steps)
-        add_gif(self.writer, "episode", frames, steps, path)
+        add_gif(self.writer, "a_game", frames, steps, path)
         self.clock("picture")
 
 
@@ -692,7 +735,7 @@ def report(args, folder, run, log):
                "thresholds": run.thresholds.reached, "simulations": run.simulations,
                "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
                "curve": run.curve}
-    rows = [["evaluation", *table.names, "HOP+ mean", "episodes"]]
+    rows = [["evaluation", *table.names, "HOP+ mean", "episodes", "equals earn equally?"]]
     strengths = args.strengths or [1] * len(args.players)
     for mode, episodes, search in (("searched", args.eval_episodes, args.search),
                                    ("policy", args.eval_policy_episodes, "none")):
@@ -701,12 +744,17 @@ def report(args, folder, run, log):
             measured += steps
             summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
-            rows.append([mode, *means, summary["episodes"]])
+            rows.append([mode, *means, summary["episodes"], equality(summary)])
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     run.thresholds.print()
-    results["moa"], steps = report_models(args, table)
+    print(f"largest fall of that mean in the run's last quarter: {run.largest_fall:.1%}")
+    results["moa"], results["moa_by_pair"], steps = report_models(args, table)
+    lines = [["of", "", *ACTIONS], ["-"] * (len(ACTIONS) + 2)]
+    lines += [[kind, key, *(f"{share:.3f}" for share in scores[key].values())]
+              for kind, scores in results["moa"].items() for key in ("share", "recall", "recall_ceiling")]
+    log.writer.add_text("moa/recall_by_action", "\n".join(f"|{'|'.join(line)}|" for line in lines))
     measured += steps
     if args.search_model == "learned":
         results["world_model"], steps = score_world(args, table.model)
@@ -714,11 +762,17 @@ def report(args, folder, run, log):
         print("\nworld model, on fresh mixed games: " + ", ".join(
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
+    add_hparams(log.writer, args, [f"evaluation/{mode}" for mode in results["evaluation"]])
     log.writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
-          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}")
+          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}, "
+          f"the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
+    seats = {"players": args.players} if args.players != Args.players else {}
+    strangers = ("hop", *["nh"] * (len(args.players) - 1))
+    print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
+               meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
 # ===================================================================================== warm-up
@@ -1101,6 +1155,11 @@ class Table(Saved):
         known = self.lineup.known.clone()
         known[self.hop_seats + self.trained_seats] = True
         return known
+
+    def pairs_by_kind(self):
+        """The numbers of the pairs [P] by what --players calls the one that is modelled."""
+        kinds = [self.args.players[seat] for seat in self.pairs.tolist()]
+        return {kind: [pair for pair, other in enumerate(kinds) if other == kind] for kind in kinds}
 
     def told(self, mean):
         """What the policies are told of the others' goals, the same for a whole search.
@@ -1929,7 +1988,8 @@ def report_models(args, table, decisions=2_000, searches=16):
     """The models of others on fresh games; what a searching player does is averaged over repeated searches.
 
     The decisions are every sixth step of meetings, so that they come from all parts of an episode, and from
-    later episodes as well as from the first. -> for results.json, by kind of player; true-game steps played
+    later episodes as well as from the first. -> for results.json, by kind of player and by pair of players;
+    true-game steps played
     """
     fresh = Table(args, args.num_envs, args.seed + 2_000_000, table.networks, table.model)
     steps, found, played = [], 0, 0
@@ -1949,9 +2009,7 @@ def report_models(args, table, decisions=2_000, searches=16):
     scores = {key.removeprefix("moa/"): value for key, value in score_models(fresh, data, draws=16).items()}
     results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
     columns = ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor")
-    kinds = [args.players[seat] for seat in fresh.pairs.tolist()]
-    for kind in dict.fromkeys(kinds):
-        pairs = [pair for pair, other in enumerate(kinds) if other == kind]
+    for kind, pairs in fresh.pairs_by_kind().items():
         means = {key: value[pairs].mean().item() for key, value in scores.items()}
         results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
         share = data["by_action"]["share"][pairs]
@@ -1961,7 +2019,14 @@ def report_models(args, table, decisions=2_000, searches=16):
         results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in by_action.items()}
         rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
-    return results, played
+    by_pair = {}
+    for pair, (reader, other) in enumerate(zip(fresh.readers.tolist(), fresh.pairs.tolist())):
+        loss, hits = (scores[key][pair].item() for key in ("cross_entropy", "top1"))
+        share, recall = (data["by_action"][key][pair].tolist() for key in ("share", "recall"))
+        by_pair[f"{fresh.names[reader]}_of_{fresh.names[other]}"] = {
+            "loss": None if math.isnan(loss) else loss, "hits": None if math.isnan(hits) else hits,
+            "recall": {action: part for action, part, met in zip(ACTIONS, recall, share) if met > 0}}
+    return results, by_pair, played
 
 
 @torch.no_grad()
@@ -3385,6 +3450,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -3444,7 +3511,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -3473,8 +3540,9 @@ def leave_results(args, results):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -3486,6 +3554,12 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -3697,6 +3771,42 @@ def summarise(returns, seats, names):
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
+def add_hparams(writer, args, tags):
+    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+        writer._get_file_writer().add_summary(summary)
+
+
+def command(**flags):
+    """A line that starts this script with some flags, to be pasted into bash or PowerShell."""
+    words = ["python", SCRIPT]
+    for name, value in flags.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += [flag(name), *map(str, values)]
+    return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
+
+
+def print_next(args, **steps):
+    """Tells what to try next, by name a line to paste."""
+    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
+    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
+    print("\nWhat next:")
+    for what, line in steps.items():
+        print(f"  {what.replace('_', ' '):24}{line}")
+
+
+def equality(summary):
+    """Whether players of the same name earned equally, in a word, of what summarise gives."""
+    z, limit, equal = summary["equal_players"].values()
+    return "–" if limit is None else f"{'yes' if equal else 'no'} (z {z or 0:.1f}, limit {limit:.1f})"
+
+
 def report_meetings(args, answer):
     """Writes results.json and prints the table of a trained player's returns [seat, meeting, episode]."""
     answer, half = answer.double(), args.meeting_episodes // 2
@@ -3780,11 +3890,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

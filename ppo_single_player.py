@@ -57,6 +57,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -105,6 +106,32 @@ from tqdm import tqdm
 # ======================================================================================= flags
 
 @dataclass
+class FirstArgs:
+    mode: Literal["train", "adapt"] = "train"
+    """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
+    players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
+    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
+    switch-nh-ns, mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1
+    (trained before)"""
+    checkpoint: str | None = None
+    """folder of the run whose learner is taken for --mode adapt"""
+    total_timesteps: int = 1_500_000
+    """environment steps of the run; one is one joint move of all players"""
+    memory: Literal["none", "gru"] = "none"
+    """what a learner remembers of a meeting: nothing; or what a recurrent network keeps (gru)"""
+    buffer: Literal["transitions", "episodes"] = "transitions"
+    """learn from the steps just taken, or from whole episodes held in a buffer"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
     height: int = 4
     """rows of the board"""
@@ -136,48 +163,30 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    mode: Literal["train", "adapt"] = "train"
-    """train; or put a trained learner of --checkpoint among others, in each seat (adapt)"""
-    players: tuple[str, ...] = ("ppo", "ns", "ns", "ns")
-    """who sits where: ppo (a learner), random, ns, nh, nsh, patient-28, noisy-ns, noisy-nh, switch-ns-nh,
-    switch-nh-ns, mix:A,B (drawn anew each meeting), file.py:Class (your own), runs/x/checkpoint.pt:player_1
-    (trained before)"""
-    checkpoint: str | None = None
-    """folder of the run whose learner is taken for --mode adapt"""
-    memory: Literal["none", "gru"] = "none"
-    """what a learner remembers of a meeting: nothing; or what a recurrent network keeps (gru)"""
+class MeetingArgs:
     meeting_episodes: int | None = None
     """episodes of a meeting, a row of episodes with the same players (default: 1, with --mode adapt 20)"""
     meetings: int = 500
     """--mode adapt: meetings in each seat"""
+
+
+@dataclass
+class LearningArgs:
     share_parameters: bool = False
     """all learners are one: the same parameters, trained on the data of all their seats"""
-    total_timesteps: int = 1_500_000
-    """environment steps of the run; one is one joint move of all players"""
     num_envs: int = 256
     """games played side by side"""
     num_steps: int = 32
     """steps of each game between two updates (with --buffer transitions)"""
-    buffer: Literal["transitions", "episodes"] = "transitions"
-    """learn from the steps just taken, or from whole episodes held in a buffer"""
     buffer_size: int | None = None
     """steps that the episode buffer holds (default with --buffer episodes: 5000)"""
     hidden_size: int = 64
@@ -209,12 +218,21 @@ class Args(RunArgs, GameArgs):
     size (default: they are left as they are)"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
+
+
+@dataclass
+class MeasuringArgs:
     eval_episodes: int = 20_000
     """episodes of each evaluation at the end, sampled and greedy; 0 for none"""
     thresholds: tuple[float, ...] = (2.5, 2.7, 2.8, 2.85)
     """mean returns whose first reaching is timed, by the mean of the last 500 episodes"""
     picture_every: float = 30.0
     """seconds between two pictures of an episode"""
+
+
+@dataclass
+class Args(MeasuringArgs, LearningArgs, MeetingArgs, RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 RANGES = (
@@ -413,7 +431,7 @@ def main(args):
     if had_finished(args, run.true_steps >= args.total_timesteps):
         return 0
     folder = open_run(args)
-    writer = open_writer(folder, args, run.true_steps)
+    writer = open_writer(folder, args, run.true_steps, PLOTS)
     try:
         stopped = train(args, run, folder, writer)
     except NotFinite as failure:
@@ -453,8 +471,8 @@ def train(args, run, folder, writer):
             run.seconds = seconds_before + time.perf_counter() - START
             run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
                                  true_steps=run.true_steps)
-            bar.update(run.true_steps - bar.n)
             run.returns.show(bar)
+            bar.update(run.true_steps - bar.n)
             run.losses = run.losses + [losses] if run.true_steps > 0.9 * args.total_timesteps else []
             log_update(writer, run, losses, {
                 "charts/SPS": (run.true_steps - steps_before) / (ended - begun), "charts/ent_coef": ent_coef,
@@ -469,6 +487,10 @@ def train(args, run, folder, writer):
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
     return interrupt.wanted
+
+
+PLOTS = ("charts/episodic_return", "losses/explained_variance", "losses/value_loss", "losses/policy_loss",
+         "losses/entropy", "losses/approx_kl", "losses/clipfrac", "time/.*")
 
 
 def log_update(writer, run, losses, numbers):
@@ -487,7 +509,7 @@ def log_pictures(args, writer, run, data, folder):
     """Writes a GIF of an episode, and a histogram of the actions that each learner took in a rollout."""
     path = os.path.join(folder, "pictures", f"episode_{run.true_steps}.gif")
     frames = record_episode(args, run.agent, args.seed + run.true_steps)
-    add_gif(writer, "episode", frames, run.true_steps, path)
+    add_gif(writer, "a_game", frames, run.true_steps, path)
     for name, learner in run.table.learner_of.items():
         actions = data["actions"][:, learner][data["present"][:, learner]]
         if len(actions):
@@ -535,7 +557,7 @@ def play_episodes(args, agent, num_envs, episodes, greedy, seed):
 def report(args, run, folder, writer):
     """Measures the learners on fresh episodes, writes results.json and prints the tables."""
     table, evaluation, evaluation_steps = run.table, {}, 0
-    rows = [["evaluation", *table.names, "learners' mean", "episodes"]]
+    rows = [["evaluation", *table.names, "learners' mean", "episodes", "equals earn equally?"]]
     names = list(zip(args.players, args.strengths or [1] * len(args.players)))  # who is whose equal
     for mode in ("sampled", "greedy") if args.eval_episodes else ():
         seed = args.seed + 1_000_000
@@ -543,12 +565,13 @@ def report(args, run, folder, writer):
         evaluation_steps += steps
         evaluation[mode] = result = summarise(returns, table.learner_seats, names)
         columns = [f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")]
-        rows.append([mode, *columns, result["episodes"]])
+        rows.append([mode, *columns, result["episodes"], equality(result)])
         writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
     losses = {}
     for key in run.losses[0]:
         mean = torch.stack([update[key] for update in run.losses]).mean(0)
         losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
+    add_hparams(writer, args, [f"evaluation/{mode}" for mode in evaluation])
     writer.flush()
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
@@ -558,7 +581,10 @@ def report(args, run, folder, writer):
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     run.thresholds.print()
     print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. "
-          f"Everything is in {folder}")
+          f"Everything is in {folder}, the last episode in "
+          f"{os.path.join(folder, 'pictures', f'episode_{run.true_steps}.gif')}")
+    strangers = ("ppo", *["nh"] * (len(args.players) - 1))
+    print_next(args, meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
 def load_learners(args):
@@ -1626,6 +1652,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -1685,7 +1713,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1714,8 +1742,9 @@ def leave_results(args, results):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1727,6 +1756,12 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -1938,6 +1973,42 @@ def summarise(returns, seats, names):
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
+def add_hparams(writer, args, tags):
+    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    from torch.utils.tensorboard.summary import hparams
+
+    flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
+             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+        writer._get_file_writer().add_summary(summary)
+
+
+def command(**flags):
+    """A line that starts this script with some flags, to be pasted into bash or PowerShell."""
+    words = ["python", SCRIPT]
+    for name, value in flags.items():
+        values = value if isinstance(value, tuple) else () if value is True else (value,)
+        words += [flag(name), *map(str, values)]
+    return " ".join(word if re.fullmatch(r"[\w./:+-]+", word) else f'"{word}"' for word in words)
+
+
+def print_next(args, **steps):
+    """Tells what to try next, by name a line to paste."""
+    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
+    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
+    print("\nWhat next:")
+    for what, line in steps.items():
+        print(f"  {what.replace('_', ' '):24}{line}")
+
+
+def equality(summary):
+    """Whether players of the same name earned equally, in a word, of what summarise gives."""
+    z, limit, equal = summary["equal_players"].values()
+    return "–" if limit is None else f"{'yes' if equal else 'no'} (z {z or 0:.1f}, limit {limit:.1f})"
+
+
 def report_meetings(args, answer):
     """Writes results.json and prints the table of a trained player's returns [seat, meeting, episode]."""
     answer, half = answer.double(), args.meeting_episodes // 2
@@ -2021,11 +2092,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

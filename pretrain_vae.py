@@ -61,6 +61,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -110,6 +111,32 @@ from tqdm import tqdm
 # ======================================================================================= flags
 
 @dataclass
+class FirstArgs:
+    num_players: int = 4
+    """players of a game"""
+    mix: tuple[str, ...] = ("ns", "nh")
+    """the kinds of rule-based players that are drawn anew for each seat and episode: random, ns, nh, nsh,
+    patient-28, noisy-ns, noisy-nh"""
+    episodes: int = 15_000
+    """episodes to train on; with the default board and mix each holds about 30 samples"""
+    loss: Literal["moa", "recon", "both"] = "moa"
+    """what shapes the goals, beside the KL term: predicting actions, rebuilding the view, or both. What does
+    not shape them is still learned, on the goals as they are"""
+    goal_dim: int = 16
+    """numbers in a goal"""
+    init_from: str | None = None
+    """begin with the networks of this run or checkpoint; with --epochs 0 they are only scored"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
     height: int = 4
     """rows of the board"""
@@ -141,33 +168,18 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    num_players: int = 4
-    """players of a game"""
-    mix: tuple[str, ...] = ("ns", "nh")
-    """the kinds of rule-based players that are drawn anew for each seat and episode: random, ns, nh, nsh,
-    patient-28, noisy-ns, noisy-nh"""
+class SampleArgs:
     shares: tuple[float, ...] | None = None
     """how often each kind of the mix is drawn, in proportion (default: equally)"""
-    episodes: int = 15_000
-    """episodes to train on; with the default board and mix each holds about 30 samples"""
     held_out_episodes: int = 1_500
     """other episodes, to score on"""
     moa_samples: Literal["present", "rewarded"] = "present"
@@ -176,23 +188,24 @@ class Args(RunArgs, GameArgs):
     """load the games from this file instead of playing them; its board and mix are taken over"""
     save_data: str | None = None
     """keep the games in this file"""
-    init_from: str | None = None
-    """begin with the networks of this run or checkpoint; with --epochs 0 they are only scored"""
-    loss: Literal["moa", "recon", "both"] = "moa"
-    """what shapes the goals, beside the KL term: predicting actions, rebuilding the view, or both. What does
-    not shape them is still learned, on the goals as they are"""
+
+
+@dataclass
+class GoalArgs:
     kl_weight: float = 1e-3
     """weight of the KL divergence of the goals from a standard normal"""
     horizon: int = 35
     """steps within which a goal is looked for in hindsight"""
-    goal_dim: int = 16
-    """numbers in a goal"""
     hypotheses: int = 8
     """ways to play among which the inference of a goal tells"""
     hidden_size: int = 64
     """units in the hidden layers of the model of others"""
     vae_size: int = 128
     """units in the hidden layers of the goal prior and its decoder"""
+
+
+@dataclass
+class LearningArgs:
     epochs: int = 3
     """times that training goes through its games"""
     batch_size: int = 256
@@ -201,8 +214,17 @@ class Args(RunArgs, GameArgs):
     """step size of Adam at the start; it falls to 0 over the epochs"""
     max_grad_norm: float = 0.5
     """gradients of a network longer than this are shortened to it"""
+
+
+@dataclass
+class MeasuringArgs:
     eval_every: int = 1
     """epochs between two scorings; the last is always scored"""
+
+
+@dataclass
+class Args(MeasuringArgs, LearningArgs, GoalArgs, SampleArgs, RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 RANGES = (
@@ -1685,6 +1707,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -1744,7 +1768,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1765,8 +1789,9 @@ def open_run(args):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1778,6 +1803,12 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -1920,11 +1951,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -95,6 +96,30 @@ from tqdm import tqdm
 
 
 @dataclass
+class FirstArgs:
+    checkpoint: str = ""
+    """checkpoint.pt of train_world_model.py"""
+    data: str | None = None
+    """.npz file of rows to test on, instead of play on the board of the flags"""
+    num_players: int | None = None
+    """players on the board (default: as the model was trained)"""
+    rows: int = 50_000
+    """rows to play"""
+    rollouts: int = 2000
+    """open-loop rollouts of each length"""
+    rotate_actions: int = 0
+    """hand the model the actions rotated by so many players against the planes: a fault, to see its effect"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
     height: int = 4
     """rows of the board"""
@@ -126,38 +151,23 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    checkpoint: str = ""
-    """checkpoint.pt of train_world_model.py"""
-    data: str | None = None
-    """.npz file of rows to test on, instead of play on the board of the flags"""
-    num_players: int | None = None
-    """players on the board (default: as the model was trained)"""
-    rows: int = 50_000
-    """rows to play"""
-    rollouts: int = 2000
-    """open-loop rollouts of each length"""
-    rotate_actions: int = 0
-    """hand the model the actions rotated by so many players against the planes: a fault, to see its effect"""
+class MeasuringArgs:
     samples: int = 4
     """rows drawn cell by cell, the worst ones first"""
+
+
+@dataclass
+class Args(MeasuringArgs, RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 RANGES = (
@@ -1550,7 +1560,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1579,8 +1589,9 @@ def leave_results(args, results):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1592,6 +1603,12 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -1721,11 +1738,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

@@ -47,6 +47,7 @@ from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
 SCRIPT = os.path.basename(__file__)
+VERSION = "0.3"
 
 
 class Interrupt:
@@ -97,6 +98,31 @@ from tqdm import tqdm
 
 
 @dataclass
+class FirstArgs:
+    boards: tuple[str, ...] = ("4x4", "8x8", "8x8b5")
+    """boards to play on, as height x width and, where they differ from the game's flags, bB blocks, pP
+    players, sS stags, hH hares: 5x7b2p6s2"""
+    num_players: int = 4
+    """players on the boards that do not say otherwise"""
+    rows: int = 50_000
+    """steps of the game played on each board, seen by all players"""
+    num_updates: int = 2000
+    """gradient steps"""
+    data: tuple[str, ...] = ()
+    """.npz files, or folders of runs that hold some, to learn from instead of playing"""
+    save_data: bool = False
+    """write the rows into the run folder, as data-<board>.npz"""
+    seed: int = 1
+    """seed of every random generator of the run"""
+    device: str = "cpu"
+    """where the tensors live: cpu, cuda, cuda:1, ..."""
+    run_name: str | None = None
+    """name of the run's folder (default: board, script, seed and time)"""
+    resume: str | None = None
+    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
+
+
+@dataclass
 class GameArgs:
     height: int = 4
     """rows of the board"""
@@ -128,44 +154,27 @@ class GameArgs:
 
 @dataclass
 class RunArgs:
-    seed: int = 1
-    """seed of every random generator of the run"""
-    device: str = "cpu"
-    """where the tensors live: cpu, cuda, cuda:1, ..."""
     threads: int = 1
     """threads that PyTorch may use; more help with large networks, and change the last digits"""
     runs_dir: str = "runs"
     """folder under which each run has its own folder"""
-    run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
-    resume: str | None = None
-    """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
     save_every: float = 120.0
     """seconds between two checkpoints"""
 
 
 @dataclass
-class Args(RunArgs, GameArgs):
-    boards: tuple[str, ...] = ("4x4", "8x8", "8x8b5")
-    """boards to play on, as height x width and, where they differ from the game's flags, bB blocks, pP
-    players, sS stags, hH hares: 5x7b2p6s2"""
-    num_players: int = 4
-    """players on the boards that do not say otherwise"""
-    rows: int = 50_000
-    """steps of the game played on each board, seen by all players"""
+class SampleArgs:
     gathered: float = 0.8
     """share of the episodes learned from that begin with most players on one cell; those held out are plain
     play"""
     held_out_rows: int = 5_000
     """further rows of each board that are never learned from, to measure with"""
-    data: tuple[str, ...] = ()
-    """.npz files, or folders of runs that hold some, to learn from instead of playing"""
-    save_data: bool = False
-    """write the rows into the run folder, as data-<board>.npz"""
+
+
+@dataclass
+class LearningArgs:
     hidden_size: int = 64
     """units in each of the two hidden layers of each network"""
-    num_updates: int = 2000
-    """gradient steps"""
     batch_size: int = 1024
     """rows of each gradient step, from all boards in equal parts"""
     learning_rate: float = 1e-2
@@ -175,8 +184,17 @@ class Args(RunArgs, GameArgs):
     co-players take the last one's"""
     shrink: float = 0.06
     """pull on the weights of the inputs towards 0, as a share of each step of Adam"""
+
+
+@dataclass
+class MeasuringArgs:
     check_every: int = 250
     """gradient steps between two measurements on the rows held out"""
+
+
+@dataclass
+class Args(MeasuringArgs, LearningArgs, SampleArgs, RunArgs, GameArgs, FirstArgs):
+    """All flags of the script; --help tells them in these groups, the last one first."""
 
 
 RANGES = (
@@ -1402,6 +1420,8 @@ def read_config(args):
     except (OSError, ValueError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
+    if isinstance(saved, dict):
+        saved.pop("version", None)  # any that has the same flags will do
     if not isinstance(saved, dict) or saved.pop("script", None) != SCRIPT or saved.keys() != kinds.keys():
         raise Refused(f"{asked}: that run was begun by another script than this {SCRIPT}")
     saved = {name: tuple(value) if isinstance(value, list) else value for name, value in saved.items()}
@@ -1461,7 +1481,7 @@ def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
-    config = {"script": SCRIPT, **dataclasses.asdict(args), "resume": None}
+    config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
     with Interrupt() as interrupt:
         try:
             os.makedirs(place, exist_ok=True)
@@ -1482,8 +1502,9 @@ def open_run(args):
     return folder
 
 
-def open_writer(folder, args, done=0):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
+def open_writer(folder, args, done=0, plots=()):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
+    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1495,6 +1516,12 @@ def open_writer(folder, args, done=0):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
+        layout = {}
+        for pattern in plots:
+            group, _, which = pattern.partition("/")
+            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+        if layout:
+            writer.add_custom_scalars(layout)
     return writer
 
 
@@ -1637,11 +1664,17 @@ def print_table(title, rows):
 
 
 def read_flags(args_class):
-    """The flags that were typed. What tyro tells of a mistake in a box is made one line."""
-    told = io.StringIO()
+    """The flags that were typed; --help tells them in groups, which are the classes that args_class is made
+    of. What tyro tells of a mistake in a box is made one line."""
+    groups = [(group.__name__.removesuffix("Args").lower(), group, dataclasses.field(default_factory=group))
+              for group in reversed(args_class.__mro__[1:-1])]
+    told, flags = io.StringIO(), dataclasses.make_dataclass("flags", groups)
+    about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            return tyro.cli(args_class)
+            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(typed).values()
+                             for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help
             raise

@@ -23,6 +23,11 @@ from pathlib import Path
 
 DIFFERENT = {
     "Args": "each script has its own flags",
+    "FirstArgs": "each script has its own flags",
+    "SampleArgs": "each script has its own flags",
+    "LearningArgs": "each script has its own flags",
+    "MeasuringArgs": "each script has its own flags",
+    "PLOTS": "each script has its own figures",
     "RANGES": "each script has its own flags",
     "check_flags": "each script refuses what its own flags cannot mean",
     "main": "each script runs its own experiment",

@@ -5,7 +5,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SCRIPTS = ("hopplus_selfplay.py", "ppo_single_player.py", "pretrain_vae.py", "train_world_model.py", "test_obs_reward_model.py")
-GROUPS = {"GameArgs": "The board, in every script", "RunArgs": "The run, in every script"}
+COMMON = ("GameArgs", "RunArgs")
 
 
 def typed(default):
@@ -16,12 +16,14 @@ def typed(default):
 
 
 def flags_of(script):
-    """{class: its flags in order, each (name, default, what it does)} of the classes whose names end with Args"""
+    """{class: its flags in order, each (name, default, what it does)} of the groups of flags"""
     found = {}
     for node in ast.parse((ROOT / script).read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ClassDef) and node.name.endswith("Args"):
-            found[node.name] = [("--" + field.target.id.replace("_", "-"), typed(ast.literal_eval(field.value)),
-                                 " ".join(text.value.value.split())) for field, text in zip(node.body[::2], node.body[1::2])]
+        if isinstance(node, ast.ClassDef) and node.name.endswith("Args") and node.name != "Args":
+            fields = zip(node.body[::2], node.body[1::2])
+            found[node.name] = [
+                ("--" + field.target.id.replace("_", "-"), typed(ast.literal_eval(field.value)),
+                 " ".join(text.value.value.split())) for field, text in fields]
     return found
 
 
@@ -31,12 +33,18 @@ def table(flags):
                       *(f"| `{name}` | {cell(default)} | {cell(text)} |" for name, default, text in flags)])
 
 
+def section(script, names):
+    """The tables of some groups of a script's flags."""
+    of = flags_of(script)
+    return [f"### {name.removesuffix('Args').lower()}\n\n{table(of[name])}" for name in names]
+
+
 def document():
     """The whole page."""
-    of = {script: flags_of(script) for script in SCRIPTS}
-    parts = ["# Flags\n\nMade from the scripts by `python tests/flags.py`; `python <script> --help` tells the same."]
-    parts += [f"## {title}\n\n{table(of[SCRIPTS[0]][group])}" for group, title in GROUPS.items()]
-    parts += [f"## `{script}`\n\n{table(of[script]['Args'])}" for script in SCRIPTS]
+    parts = ["# Flags\n\nMade from the scripts by `python tests/flags.py`; `python <script> --help` tells the same in the "
+             "same groups.", "## Every script", *section(SCRIPTS[0], COMMON)]
+    for script in SCRIPTS:
+        parts += [f"## `{script}`", *section(script, [name for name in flags_of(script) if name not in COMMON])]
     return "\n\n".join(parts) + "\n"
 
 

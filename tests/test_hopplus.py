@@ -1,8 +1,11 @@
 """hopplus_selfplay.py: its search against a slow one and exact solutions, its beliefs, its runs from end to end."""
 
+import dataclasses
 import json
 import math
 import os
+import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -605,6 +608,54 @@ def test_a_short_run_leaves_its_results(tmp_path, changes, monkeypatch):
     assert any(name.endswith(".gif") for name in os.listdir(folder / "pictures"))
     assert ("world_model" in results) == (args.search_model == "learned")
     assert all(0 <= share <= 1 for share in results.get("world_model", {}).values())
+    pairs = [(hop, other) for hop in hops for other in range(len(args.players)) if other != hop]
+    assert set(results["moa_by_pair"]) == {f"player_{hop + 1}_of_player_{other + 1}" for hop, other in pairs}
+    for kind, moa in results["moa"].items():
+        told = [results["moa_by_pair"][f"player_{hop + 1}_of_player_{other + 1}"] for hop, other in pairs
+                if args.players[other] == kind]
+        for key, by_pair in (("cross_entropy", "loss"), ("top1", "hits")):
+            assert sum(pair[by_pair] for pair in told) / len(told) == pytest.approx(moa[key], abs=1e-5)
+        assert all(0 <= share <= 1 for pair in told for share in pair["recall"].values())
+
+
+def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
+    """Few curves and one run in TensorBoard, beside the flags and results; commands that can be pasted."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    args = flags(tmp_path, run_name="a run", prosocial=True, search_model="learned")
+    assert script.main(args) == 0
+    folder = tmp_path / "a run"
+    assert [path for path in folder.iterdir() if path.is_dir()] == [folder / "pictures"]
+    events = EventAccumulator(str(folder)).Reload()
+    told, tags = events.PluginTagToContent("hparams"), events.Tags()
+    assert len(tags["scalars"]) <= 40 and tags["images"] == ["a_game"]
+    assert all(any(re.match(pattern, tag) for tag in tags["scalars"]) for pattern in script.PLOTS)
+    assert {"custom_scalars__config__", "moa/recall_by_action/text_summary"} <= set(tags["tensors"])
+    compared = HParamsPluginData.FromString(told["_hparams_/session_start_info"]).session_start_info.hparams
+    assert compared["beta"].number_value == args.beta and compared["players"].string_value == str(args.players)
+    metrics = HParamsPluginData.FromString(told["_hparams_/experiment"]).experiment.metric_infos
+    assert {metric.name.tag for metric in metrics} == {"evaluation/searched", "evaluation/policy"} <= set(tags["scalars"])
+
+    out = capsys.readouterr().out
+    assert "largest fall" in out and "equals earn equally?" in out
+    lines = out.partition("What next:")[2].splitlines()
+    assert os.path.isfile(re.search("the last episode in (.*)", out)[1])
+    commands = [shlex.split(line[line.index("python"):])[1:] for line in lines if "python" in line]
+    typed = []
+    for words in commands:
+        monkeypatch.setattr(sys, "argv", words)
+        typed.append(script.read_flags(script.Args))
+        script.check_flags(typed[-1])
+    watch, adapt, again = typed
+    assert watch.mode == "watch" and adapt.players == ("hop", "nh", "nh", "nh")
+    assert watch.checkpoint == adapt.checkpoint == str(folder)
+    assert again == dataclasses.replace(args, seed=2, run_name=None)
+
+
+def test_commands_are_quoted_where_a_shell_would_change_them():
+    line = script.command(players=("hop", "mix:ns,nh"), prosocial=True, checkpoint="my runs/x", beta=2.0)
+    assert line == ('python hopplus_selfplay.py --players hop "mix:ns,nh" --prosocial --checkpoint "my runs/x" --beta 2.0')
 
 
 def test_true_steps_are_all_that_are_played(tmp_path, monkeypatch):
@@ -818,6 +869,13 @@ def test_what_the_default_pretraining_writes_is_taken_over_by_default(tmp_path):
         assert torch.equal(value, goals["known"][name].expand_as(value))
 
 
+@pytest.mark.parametrize("version", [{"version": script.VERSION}, {"version": "0.1"}, {}])
+def test_any_version_with_the_same_flags_is_resumed(tmp_path, version):
+    config = {"script": "hopplus_selfplay.py", **version, **vars(script.Args(beta=3.0))}
+    script.save_json(str(tmp_path / "config.json"), config)
+    assert script.resolve_flags(script.Args(resume=str(tmp_path))).beta == 3.0
+
+
 def test_what_another_version_began_is_not_resumed(tmp_path):
     config = {"script": "hopplus_selfplay.py", **{key: value for key, value in vars(script.Args()).items() if key != "beta"}}
     script.save_json(str(tmp_path / "config.json"), config)
@@ -847,7 +905,7 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ignored = {name for _, _, names in script.ignored_flags(script.Args()) for name in names}
     numbers = {name for name, value in vars(script.Args()).items() if type(value) in (int, float)}
     own = numbers - {field.name for base in (script.GameArgs, script.RunArgs) for field in script.dataclasses.fields(base)}
-    assert in_ranges <= fields and ignored <= fields and own - in_ranges <= {"buffer_size"}
+    assert in_ranges <= fields and ignored <= fields and own - in_ranges <= {"buffer_size", "seed"}
 
 
 @pytest.mark.parametrize("line, words", [

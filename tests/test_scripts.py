@@ -1,8 +1,10 @@
 """What holds for every script alike: no name is used that the file does not have, and docs/flags.md tells its flags."""
 
 import builtins
+import importlib
 import os
 import symtable
+import sys
 
 import pytest
 
@@ -40,3 +42,30 @@ def test_a_missing_name_is_found():
 
 def test_the_page_of_flags_is_that_of_the_scripts():
     assert (flags.ROOT / "docs" / "flags.md").read_text(encoding="utf-8") == flags.document(), "run: python tests/flags.py"
+
+
+def test_the_flags_that_one_needs_first_are_ten():
+    for name in flags.SCRIPTS:
+        groups = flags.flags_of(name)
+        assert list(groups)[:3] == ["FirstArgs", "GameArgs", "RunArgs"]
+        first = groups["FirstArgs"]
+        assert len(first) == 10 and first[-4:] == flags.flags_of(flags.SCRIPTS[0])["FirstArgs"][-4:]
+
+
+def test_help_tells_the_flags_in_their_groups(monkeypatch, capsys):
+    script = importlib.import_module("hopplus_selfplay")  # what reads the flags is the same text in all scripts
+    monkeypatch.setattr(sys, "argv", ["hopplus_selfplay.py", "--help"])
+    with pytest.raises(SystemExit):
+        script.read_flags(script.Args)
+    told, groups = capsys.readouterr().out, flags.flags_of("hopplus_selfplay.py")
+    titles = [f" {group.removesuffix('Args').lower()} options " for group in groups]
+    assert all(name in told for typed in groups.values() for name, _, _ in typed)
+    assert sorted(titles, key=told.index) == titles
+
+
+def test_flags_keep_flat_names(monkeypatch):
+    script = importlib.import_module("hopplus_selfplay")
+    typed = ["--beta", "2", "--players", "hop", "ns", "--height", "5", "--prosocial", "--vae-checkpoint", "runs/x"]
+    monkeypatch.setattr(sys, "argv", ["hopplus_selfplay.py", *typed])
+    assert script.read_flags(script.Args) == script.Args(
+        beta=2.0, players=("hop", "ns"), height=5, prosocial=True, vae_checkpoint="runs/x")
