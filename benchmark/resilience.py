@@ -315,7 +315,8 @@ def bad_configs(script, config):
                  json.dumps({key: value for key, value in config.items() if key != "script"})):
         yield text
     for key, value in config.items():
-        if key not in ("script", "resume", "threads", "save_every", "total_timesteps", "epochs", "runs_dir", "run_name"):
+        if key not in ("script", "version", "resume", "threads", "save_every", "total_timesteps", "epochs", "runs_dir",
+                       "run_name"):
             yield json.dumps({**config, key: {"x": 1}})
             yield json.dumps({name: each for name, each in config.items() if name != key})
             if type(value) in (int, float):
