@@ -1220,7 +1220,8 @@ class Table(Saved):
 
 def is_hop(name):
     """Whether a HOP+ player sits there: hop, or runs/y:player_2, which another run has trained."""
-    return name == "hop" or ":" in name and os.path.isfile(os.path.join(name.rpartition(":")[0], "players.pt"))
+    run, trained, _ = name.rpartition(":")
+    return name == "hop" or bool(trained) and os.path.isfile(os.path.join(run, "players.pt"))
 
 
 def board_of(args):
@@ -2641,10 +2642,10 @@ class OtherModel(nn.Module):
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their log-weights. After each action seen they
-    become (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a
-    player begins to play another way with that chance at each step, so that no past makes a belief certain
-    for ever. A goal is read from the weights and the present view. With `silent` all goals are 0.
+    probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
+    (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
+    begins to play another way with that chance at each step, so that no past makes a belief certain for
+    ever. A goal is read from the weights and the present view. With `silent` all goals are 0.
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -2662,7 +2663,7 @@ class OtherModel(nn.Module):
 
     def start(self, num):
         """The memory of `num` players that were never seen: [P, num, H]."""
-        return self.prior.log_softmax(-1).expand(-1, num, -1)
+        return self.prior.softmax(-1).expand(-1, num, -1)
 
     def see(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
@@ -2679,30 +2680,36 @@ class OtherModel(nn.Module):
 
     def remember(self, memory, table, action, seen):
         """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
-        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
-        return torch.where(seen[..., None], self.weigh(memory + likely), memory)
+        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0].exp()
+        return torch.where(seen[..., None], self.weigh(memory * likely)[0], memory)
 
     def weigh(self, joint):
-        """Log-weights from log p(hypothesis, action) [..., H]: Bayes' rule, then the chance of a change."""
-        likely = joint.exp()
-        likely = likely / likely.sum(-1, keepdim=True).clamp(min=1e-30)
-        return ((1 - CHANGE) * likely + CHANGE * self.prior.softmax(-1)).log()
+        """p(hypothesis, action) [..., H] -> the weights then, by Bayes' rule and the chance of a change; and
+        p(action) [..., 1]"""
+        total = joint.sum(-1, keepdim=True).clamp(min=1e-30)
+        return torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total), total
 
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
-        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
+        and the log-probability of each action by the weighted hypotheses [P, T, B]
+
+        But for a factor that cancels out, a step is a product of the weights with a matrix.
+        """
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
-        before = []
-        for t in range(taken.shape[1]):
-            before.append(memory)
-            memory = torch.where(seen[:, t, :, None], self.weigh(memory + taken[:, t]), memory)
-        before = torch.stack(before, 1)
-        return before, (before + taken).logsumexp(-1)
+        likely = (taken - taken.amax(-1, keepdim=True)).exp()
+        same = torch.eye(likely.shape[-1], device=likely.device)
+        change = (1 - CHANGE) * same + CHANGE * self.prior.softmax(-1)[:, None, :, None]  # [P, 1, 1, H, H]
+        change = torch.where(seen[..., None, None], likely[..., None] * change, same).double()
+        weights = [memory.double()[..., None, :]]
+        for matrix in change[:, :-1].unbind(1):
+            weights.append(weights[-1] @ matrix)
+        before = torch.stack(weights, 1)[..., 0, :]
+        before = (before / before.sum(-1, keepdim=True)).float()
+        return before, (before.clamp(min=1e-30).log() + taken).logsumexp(-1)
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        weights = memory.exp()
-        mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)

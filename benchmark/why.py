@@ -56,7 +56,7 @@ def play(table, episodes):
         now = episode.clamp(max=episodes)
         returns[rows, now] += out["reward"][0]
         over = out["over"]
-        weights[:, rows[over], now[over]] = table.memory[:, over].exp()
+        weights[:, rows[over], now[over]] = table.memory[:, over]
         episode = episode + over
     return returns[:, :episodes], weights[:, :, :episodes]
 

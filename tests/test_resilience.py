@@ -91,11 +91,11 @@ def test_what_no_memory_holds_is_refused():
 
 def test_a_player_cannot_harm_the_game(tmp_path):
     path = tmp_path / "vandal.py"
-    path.write_text("class Vandal:\n    def act(self, observation, mask, step, generator):\n        actions = step * 0 + 4\n"
-                    "        observation.zero_()\n        mask.zero_()\n        step.add_(100)\n        generator.manual_seed(0)\n"
+    path.write_text("class Vandal:\n    def act(self, observation, generator):\n        actions = observation['step'] * 0 + 4\n"
+                    "        for part in observation.values():\n            part.zero_()\n        generator.manual_seed(0)\n"
                     "        return actions\n    def reset(self, which):\n        which.zero_()\n", encoding="utf-8")
     quiet = tmp_path / "quiet.py"
-    quiet.write_text("class Quiet:\n    def act(self, observation, mask, step, generator):\n        return step * 0 + 4\n", encoding="utf-8")
+    quiet.write_text("class Quiet:\n    def act(self, observation, generator):\n        return observation['step'] * 0 + 4\n", encoding="utf-8")
     states = []
     for name in (f"{path}:Vandal", f"{quiet}:Quiet"):
         game = script.BatchedStagHunt(16, num_players=3, seed=1)
