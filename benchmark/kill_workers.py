@@ -4,11 +4,12 @@
     python benchmark/kill_workers.py --kills 100
 
 Three workers with two runs each share a folder. In place of training, a stand-in counts to a number, notes each
-step with the time, and saves at every tenth. In turns a worker is told to stop, killed alone, killed together with
+step, and each time that it saves, which is at every tenth step. In turns a worker is told to stop, killed alone, killed together with
 its runs (as when the power fails), and one of its runs is held up until others take it over, and let go on then.
 A worker that has gone is replaced at once. Where workers end by themselves while others have runs left, the killing
-goes on with a new folder. Exit code 0 if every run came to its end, no two processes ever worked on one at once,
-and no run lost more than the steps since it last saved.
+goes on with a new folder. Exit code 0 if every run came to its end, no two processes ever worked on one at once, and
+no run lost more than the steps since it last saved. One that was held up may go on for a moment until it sees that
+its run is another's (half a second is allowed), but must not save.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ import tyro
 from workers import Run, Timing, work
 
 SAVES = 10  # steps between two of the stand-in's checkpoints
-TIMING = Timing(beat=0.2, stale=3.0, look=0.3)
+TIMING = Timing(beat=0.2, stale=2.0, look=0.3)
 STAND_IN = f'''
 import json, os, signal, sys, time
 words = dict(zip(sys.argv[1::2], sys.argv[2::2]))
@@ -34,10 +35,15 @@ folder = words.get("--resume") or os.path.join(words["--runs-dir"], words["--run
 os.makedirs(folder, exist_ok=True)
 step, path = 0, os.path.join(folder, "checkpoint.pt")
 
+def note(what):
+    with open(os.path.join(folder, "..", "steps-" + os.path.basename(folder)), "a") as file:
+        file.write(f"{{os.getpid()}} {{step}} {{time.time()}} {{what}}\\n")
+
 def save(name="checkpoint.pt"):
     with open(path + ".new", "w") as file:
         json.dump(step, file)
     os.replace(path + ".new", os.path.join(folder, name))
+    note("saved")
 
 def leave(*_):
     save()
@@ -48,8 +54,7 @@ if os.path.exists(path):
         step = json.load(file)
 signal.signal(signal.SIGTERM, leave)
 while True:
-    with open(os.path.join(folder, "..", "steps-" + os.path.basename(folder)), "a") as file:
-        file.write(f"{{os.getpid()}} {{step}} {{time.time()}}\\n")
+    note("stepped")
     if step == int(os.environ["STEPS"]):
         save("results.json")
         break
@@ -86,13 +91,13 @@ def start(args, folder):
 
 
 def trace(folder, name):
-    """What the processes of a run did: [(process, step, time)], in order of their writing."""
+    """What the processes of a run did: [(process, step, time, what)], in order of their writing."""
     path = os.path.join(folder, f"steps-{name}")
     if not os.path.isfile(path):
         return []
     with open(path, encoding="utf-8") as file:
         lines = [line.split() for line in file if line.endswith("\n")]
-    return [(int(process), int(step), float(at)) for process, step, at in lines]
+    return [(int(process), int(step), float(at), what) for process, step, at, what in lines]
 
 
 def at_work(args, folder):
@@ -111,7 +116,7 @@ def strike(args, folder, workers, how, chance):
     worker = chance.choice(workers)
     if how == "held up" and os.name != "nt":
         os.kill(process, signal.SIGSTOP)
-        time.sleep(TIMING.stale + 2)
+        time.sleep(TIMING.stale + 1.5)
         os.kill(process, signal.SIGCONT)
     elif how == "stopped":
         worker.terminate()
@@ -122,15 +127,29 @@ def strike(args, folder, workers, how, chance):
     return True
 
 
+def spans_of(rows):
+    """When each process of a run was at work, and at which steps: [[first time, last time, first step, last
+    step]] in order; and whether one that was held up did more than to notice it."""
+    spans, woke, wrong = {}, {}, False
+    for process, step, at, what in rows:
+        span = spans.setdefault(process, [at, at, step, step])
+        if at - span[1] > TIMING.stale and process not in woke and any(span[1] < row[2] < at and row[0] != process
+                                                                        for row in rows):
+            woke[process] = at  # it was held up, and another has the run
+        if process in woke:
+            wrong = wrong or what == "saved" or at - woke[process] > 0.5
+        else:
+            span[1], span[3] = at, step
+    return sorted(spans.values()), wrong
+
+
 def faults(args, folder):
     """What is wrong with the runs of a folder that is done: a list of sentences."""
     found = []
     for run in runs_of(args, folder):
-        spans, rows = {}, trace(folder, run.name)
-        for process, step, at in rows:
-            first = spans.setdefault(process, [at, at, step, step])
-            first[1], first[3] = at, step
-        spans = sorted(spans.values())
+        spans, wrong = spans_of(trace(folder, run.name))
+        if wrong:
+            found.append(f"{run.name} was held up, and then went on although it was another's")
         for before, after in zip(spans, spans[1:]):
             if after[0] < before[1]:
                 found.append(f"{run.name} was made twice at once")

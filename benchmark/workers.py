@@ -9,8 +9,8 @@ made again, so exactly one does it, and none is made while the last one is alive
 
 The process that makes the run keeps its lock alive by itself, touching it every few seconds. A lock that was not
 touched for two minutes is dead; whoever watches measures that by its own clock, so clocks of machines need not
-agree. A process that was held up for so long ends at once when it sees that another has taken its run. A worker
-that is told to stop (Ctrl-C, SIGTERM) lets its runs save and leave, and frees them for others to go on with; if
+agree. A process that was held up for so long ends as soon as it goes on, for another has taken its run, and before
+it has put any file into its place. A worker that is told to stop (Ctrl-C, SIGTERM) lets its runs save and leave, and frees them for others to go on with; if
 it is killed, its runs see that they are alone, save and leave, too.
 """
 
@@ -232,14 +232,24 @@ def check_workers(workers):
 # ------------------------------------------------------------- in the process that makes a run
 
 
+def next_lock(lock):
+    """The lock that another worker makes who takes over the run."""
+    path, _, number = lock.rpartition(".")
+    return f"{path}.{int(number) + 1}"
+
+
+def end_if_lost(lost):
+    if lost:
+        os.write(2, b"\nstopped: another worker has this run\n")
+        os._exit(LOST)
+
+
 def keep_alive(lock, parent, beat, stale):
     """Touches the lock; ends the process where another has taken it, and lets it save and leave where the
     worker that started it is gone."""
-    path, _, number = lock.rpartition(".")
-    following, touched, alone = f"{path}.{int(number) + 1}", time.monotonic(), False
-    gone = watch_process(parent)
+    touched, alone, gone = time.monotonic(), False, watch_process(parent)
     while True:
-        lost = os.path.exists(following)
+        lost = os.path.exists(next_lock(lock))
         try:
             os.utime(lock)
             touched = time.monotonic()
@@ -247,13 +257,23 @@ def keep_alive(lock, parent, beat, stale):
             lost = True
         except OSError:  # perhaps it works again in time
             lost = lost or time.monotonic() - touched > stale / 2
-        if lost:
-            os.write(2, b"\nstopped: another worker has this run\n")
-            os._exit(LOST)
+        end_if_lost(lost)
         if gone() and not alone:
             alone = True
             signal.raise_signal(signal.SIGTERM)
         time.sleep(beat)
+
+
+def guard_files(lock):
+    """Lets a process that was held up replace no file of the one that has its run now: the scripts write each
+    file anew and put it into its place by os.replace."""
+    replace = os.replace
+
+    def guarded(*paths, **others):
+        end_if_lost(os.path.exists(next_lock(lock)) or not os.path.exists(lock))
+        return replace(*paths, **others)
+
+    os.replace = guarded
 
 
 def watch_process(parent):
@@ -271,6 +291,7 @@ def watch_process(parent):
 def make(lock, parent, beat, stale, script, *flags):
     """Runs a script in this process, which keeps the lock of its run alive."""
     threading.Thread(target=keep_alive, args=(lock, int(parent), float(beat), float(stale)), daemon=True).start()
+    guard_files(lock)
     sys.argv, sys.path[0] = [script, *flags], os.path.dirname(os.path.abspath(script))
     runpy.run_path(script, run_name="__main__")
 
