@@ -35,7 +35,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Tensor = torch.Tensor
 SETTERS = (Tensor.data.__set__, Tensor.grad.__set__)
 TO_NUMPY = ("numpy", "__array__")
-ANYWHERE = ("copy_", "to", "type_as", "backward")  # these take tensors of two devices
+ANYWHERE = ("copy_", "to", "type_as", "_has_compatible_shallow_copy_type")  # these take tensors of two devices
 
 
 class Mixed(RuntimeError):
@@ -102,6 +102,8 @@ class NoGpu(TorchFunctionMode):
         if isinstance(generator, Random) and generator.where != (place or CPU):
             raise Mixed(f"{name}: a generator on {generator.where} for a tensor on {place or CPU}")
         out = func(*args, **kwargs)
+        if name in ("to", "cpu") and place != self.place(args[0]):
+            out = out.clone()  # what is moved is a copy
         return self.put(out, place or (None if parts((args, kwargs)) else CPU))
 
     def read(self, func, args):
@@ -125,7 +127,8 @@ class NoGpu(TorchFunctionMode):
         """-> where the result is; refuses tensors of two devices"""
         if name in TO_NUMPY and self.place(args[0]) == CUDA:
             raise Mixed(f"{name}: of a tensor on {CUDA}")
-        if name in ANYWHERE:
+        plainly = name == "__setitem__" and not parts(args[1]) and not isinstance(args[1], list)
+        if name in ANYWHERE or plainly:  # x[2:4] = y copies
             return self.place(args[0])
         tensors = [(part, self.place(part)) for part in parts((args, kwargs))]
         if name in ("__getitem__", "__setitem__") and tensors[0][1] == CUDA:  # numbers on the CPU are taken
@@ -134,8 +137,6 @@ class NoGpu(TorchFunctionMode):
         places = {place for part, place in tensors if place}
         if len(places) > 1:  # a single number on the CPU goes with everything
             places = {place for part, place in tensors if place and (part.dim() or place == CUDA)}
-        if name == "__setitem__":
-            return tensors[0][1]
         if len(places) > 1:
             raise Mixed(f"{name}: tensors on {', '.join(sorted(map(str, places)))}")
         return places.pop() if places else None
@@ -171,7 +172,8 @@ def small_worlds(monkeypatch):
 
 @pytest.mark.parametrize("mix", [
     lambda cpu, gpu: cpu + gpu, lambda cpu, gpu: torch.cat([cpu, gpu]), lambda cpu, gpu: cpu[gpu.long()],
-    lambda cpu, gpu: gpu.gather(0, cpu.long()), lambda cpu, gpu: gpu.numpy(), lambda cpu, gpu: gpu.add_(cpu),
+    lambda cpu, gpu: gpu.gather(0, cpu.long()), lambda cpu, gpu: gpu.numpy(),
+    lambda cpu, gpu: gpu.__setitem__(gpu > 0, cpu), lambda cpu, gpu: gpu.add_(cpu),
     lambda cpu, gpu: torch.where(gpu > 0, cpu, gpu), lambda cpu, gpu: torch.rand(3, generator=Random("cuda")),
     lambda cpu, gpu: torch.rand(3, generator=Random(), device="cuda"),
     lambda cpu, gpu: torch.nn.Linear(3, 3)(gpu)])
@@ -182,7 +184,7 @@ def test_what_cuda_refuses_is_refused(gpu, mix):
 
 def test_what_cuda_takes_is_taken(gpu):
     cpu, there = torch.zeros(3), torch.zeros(3, device="cuda:0")
-    for x in (there + 1, there + cpu[0], there[cpu.long()], there[[0, 1]], there.T, there.new_zeros(2),
+    for x in (there + 1, there + cpu[0], there[cpu.long()], there[[0, 1]], there[None].T, there.new_zeros(2),
               cpu.to("cuda"), cpu.to(there), torch.zeros_like(there), there.copy_(cpu), there.max(0).indices,
               torch.nn.Linear(3, 3).to("cuda")(there), torch.rand(3, generator=Random("cuda"), device="cuda")):
         assert x.device == CUDA
