@@ -14,11 +14,11 @@ within an operation, and the backward pass where it is not written in Python.
 import json
 import math
 import os
+from pathlib import Path
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils.weak import WeakTensorKeyDictionary
 
 import hopplus_selfplay
 import ppo_single_player
@@ -27,12 +27,13 @@ import test_obs_reward_model
 import train_world_model
 
 TINY = dict(device="cuda", hidden_size=8, num_envs=4, seed=3)
-HOP = dict(TINY, total_timesteps=64, num_steps=8, vae_size=8, warmup_meetings=4, eval_episodes=4,
-           eval_policy_episodes=4, num_simulations=4, imagined_per_real=4.0, buffer_size=64, moa_minibatches=2,
-           num_minibatches=2)
-PPO = dict(TINY, total_timesteps=96, num_steps=8, eval_episodes=8, num_minibatches=2)
+HOP = dict(TINY, total_timesteps=16, final_time=5, num_steps=4, vae_size=8, warmup_meetings=4, eval_episodes=4,
+           eval_policy_episodes=4, num_simulations=4, imagined_per_real=4.0, buffer_size=64, moa_minibatches=1,
+           num_minibatches=1, update_epochs=1, horizon=5)
+PPO = dict(TINY, total_timesteps=32, final_time=5, num_steps=4, eval_episodes=8, num_minibatches=1, update_epochs=1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Tensor = torch.Tensor
+TENSORS = (Tensor, torch.nn.Parameter, torch.nn.Buffer)
 SETTERS = (Tensor.data.__set__, Tensor.grad.__set__)
 TO_NUMPY = ("numpy", "__array__")
 ANYWHERE = ("copy_", "to", "type_as", "_has_compatible_shallow_copy_type")  # these take tensors of two devices
@@ -58,30 +59,27 @@ def named(device):
     return CUDA if torch.device(device).type == "cuda" else CPU
 
 
-def parts(x):
+def parts(x, found=None):
     """The tensors in arguments or results, however nested."""
-    if isinstance(x, Tensor):
-        return [x]
-    if isinstance(x, dict):
-        x = list(x.values())
-    return [part for item in x for part in parts(item)] if isinstance(x, (list, tuple)) else []
+    found = [] if found is None else found
+    if type(x) in TENSORS:
+        found.append(x)
+    elif isinstance(x, (list, tuple, dict)):
+        for item in x.values() if isinstance(x, dict) else x:
+            parts(item, found)
+    return found
 
 
 class NoGpu(TorchFunctionMode):
     """Notes where tensors would be, and refuses what CUDA refuses."""
 
-    def __init__(self):
-        super().__init__()
-        self.places = WeakTensorKeyDictionary()
-
     def place(self, x):
         """Where a tensor is; None where its making was not seen (gradients, results of SumRows)."""
-        return self.places.get(x, CPU if isinstance(x, torch.nn.Parameter) else None)
+        return getattr(x, "would_be", CPU if type(x) is torch.nn.Parameter else None)
 
     def put(self, x, place):
-        for part in parts(x):
-            if place is not None:
-                self.places[part] = place
+        for part in parts(x) if place else ():
+            part.would_be = place
         return x
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -145,19 +143,22 @@ class NoGpu(TorchFunctionMode):
 @pytest.fixture
 def gpu(monkeypatch):
     mode = NoGpu()
-    load = torch.load
+    load, save = torch.load, torch.save
 
     def load_there(file, map_location="cpu", **others):
         content, place = load(file, map_location="cpu", **others), named(map_location)
-        stack = [content]
-        while stack:
-            part = stack.pop()
-            mode.put(part, place) if isinstance(part, Tensor) else None
-            stack += part.values() if isinstance(part, dict) else part if isinstance(part, (list, tuple)) else []
+        mode.put(content, place)
         return content
+
+    def save_plain(content, file):  # without the notes, for they are attributes
+        notes = [(part, part.__dict__.pop("would_be", None)) for part in parts(content)]
+        save(content, file)
+        for part, place in notes:
+            mode.put(part, place)
 
     monkeypatch.setattr(torch, "Generator", Random)
     monkeypatch.setattr(torch, "load", load_there)
+    monkeypatch.setattr(torch, "save", save_plain)
     with mode:
         yield mode
 
@@ -166,6 +167,9 @@ def gpu(monkeypatch):
 def small_worlds(monkeypatch):
     for name, value in (("WORLD_STEPS", 300), ("WARMUP_EPOCHS", 1), ("WORLD_UPDATES", 3)):
         monkeypatch.setattr(hopplus_selfplay, name, value)
+    record = hopplus_selfplay.record_meetings  # its first 24 steps
+    monkeypatch.setattr(hopplus_selfplay, "record_meetings", lambda args: {
+        key: part[..., :24, :].clone() for key, part in record(args).items()})
     for function, numbers in ((hopplus_selfplay.report_models, (30, 2)), (hopplus_selfplay.score_world, (300,))):
         monkeypatch.setattr(function.__wrapped__, "__defaults__", numbers)
 
@@ -199,12 +203,40 @@ def run(script, tmp_path, name, expected=0, **flags):
 
 
 @pytest.mark.parametrize("flags", [
-    {}, dict(search_model="rules", search="one-step", players=("hop", "ns", "mix:nh,random", "noisy-ns")),
-    dict(search="none", moa_samples="rewarded", selector="min", max_blocks=1, height=8, width=8, hares=2),
-    dict(goals="zero", prize_floor=math.inf, prosocial=True, dynamic_final_time=True)])
+    dict(players=("hop", "hop", "hop", "ns")),
+    dict(search_model="rules", search="one-step", goals="zero", prize_floor=math.inf, prosocial=True,
+         dynamic_final_time=True, players=("hop", "ns", "mix:nh,random", "hop"))])
 def test_hopplus(gpu, tmp_path, flags):
-    flags = {**HOP, **flags}
-    if flags.get("search") == "none":
-        del flags["num_simulations"], flags["eval_episodes"]
-    results = run(hopplus_selfplay, tmp_path, "run", **flags)
-    assert results["timesteps"] == 64
+    """A run; it goes on for longer, among others, and where somebody looks on."""
+    if flags.get("goals") == "zero":
+        flags["horizon"] = hopplus_selfplay.Args.horizon
+    run(hopplus_selfplay, tmp_path, "run", **{**HOP, **flags})
+    Path(tmp_path, "run", "results.json").unlink()
+    resume = hopplus_selfplay.Args(resume=str(tmp_path / "run"), total_timesteps=32)
+    assert hopplus_selfplay.main(resume) == 0
+    few = dict(num_envs=4, meetings=2, meeting_episodes=2, num_steps=4, adapt_moa=True, device="cuda", moa_minibatches=1)
+    players = ("hop", "nh", "nh", "nh")
+    trained = {key: value for key, value in flags.items() if key in ("goals", "search_model", "prosocial",
+                                                                     "dynamic_final_time")}
+    run(hopplus_selfplay, tmp_path, "meets", mode="adapt", checkpoint=str(tmp_path / "run"), players=players,
+        final_time=5, hidden_size=8, vae_size=8, **few, **trained)
+
+
+@pytest.mark.parametrize("flags", [
+    dict(players=("ppo", "ppo", "ns", "ppo")), dict(share_parameters=True, max_blocks=1, height=6, width=6, players=("ppo",) * 4),
+    dict(memory="gru", meeting_episodes=2, players=("ppo", "mix:ns,nh", "noisy-ns", "random"), prize_floor=0.5),
+    dict(buffer="episodes", buffer_size=100, num_steps=ppo_single_player.Args.num_steps)])
+def test_ppo(gpu, tmp_path, flags):
+    run(ppo_single_player, tmp_path, "run", **{**PPO, **flags})
+    if "buffer" not in flags:
+        Path(tmp_path, "run", "results.json").unlink()
+        assert ppo_single_player.main(ppo_single_player.Args(resume=str(tmp_path / "run"), total_timesteps=64)) == 0
+
+
+def test_the_goals_and_the_world_model(gpu, tmp_path):
+    small = dict(device="cuda", hidden_size=8, seed=3)
+    run(pretrain_vae, tmp_path, "goals", **small, episodes=8, held_out_episodes=4, epochs=1, batch_size=16,
+        vae_size=8, final_time=5)
+    run(train_world_model, tmp_path, "world", **small, boards=("4x4",), rows=300, held_out_rows=100, num_updates=2,
+        check_every=1, batch_size=16)
+    run(test_obs_reward_model, tmp_path, "tested", checkpoint=str(tmp_path / "world" / "checkpoint.pt"), device="cuda", rows=100, rollouts=4)
