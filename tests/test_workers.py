@@ -33,7 +33,7 @@ open(os.path.join(folder, "results.json"), "w").write("{}")
 
 def test_killed_workers_lose_nothing_and_do_nothing_twice(capsys):
     """Three kills; benchmark/kill_workers.py makes twenty."""
-    assert kill_workers.main(kill_workers.Args(kills=3, steps=40, runs=4)) == 0
+    assert kill_workers.main(kill_workers.Args(kills=3, steps=60, runs=3, seed=2)) == 0
     assert capsys.readouterr().out.startswith("3 kills")
 
 
