@@ -2515,7 +2515,7 @@ class Views:
         previous = state["previous"][self.order].transpose(1, 2) + self.previous
         own = torch.stack([self.first_cell + cell, self.first_legal + board.gather(0, cell).short()], -1)
         latest = self.first_left - self.first_step - 1  # an imagined game may miss its end
-        left = (state["deadline"] - clock).clamp(min=0)
+        left = (state["deadline"] - clock).clamp(0, latest)
         clock = torch.stack([self.first_step + clock.clamp(max=latest), self.first_left + left], -1)
         clock = clock.expand(n, -1, -1)
         seen = torch.cat([ground, others], -1)

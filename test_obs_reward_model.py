@@ -722,11 +722,11 @@ def imagined_episode(args, model, rows):
     steps = max((steps for steps in ROLLOUT_STEPS if len(window_starts(rows, steps))), default=0)
     if not steps:
         return []
-    starts = window_starts(rows, steps)
-    there = (rows["cell"] < rows["height"] * rows["width"]).sum(0)[starts + torch.arange(steps)[:, None]]
+    starts, later = window_starts(rows, steps), torch.arange(steps, device=args.device)
+    there = (rows["cell"] < rows["height"] * rows["width"]).sum(0)[starts + later[:, None]]
     start = starts[((there[0] - there[-1]) * 1000 + there.sum(0)).argmax()]
     _, _, views = roll_out(model, rows, start[None], steps, args)
-    first, last = pick(rows, start[None]), pick(rows, start + torch.arange(steps))
+    first, last = pick(rows, start[None]), pick(rows, start + later)
     truth = torch.cat([views_of(first), views_of(last, after=True)])
     frames = []
     for step, (true, view) in enumerate(zip(truth, views)):

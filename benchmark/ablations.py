@@ -4,7 +4,8 @@
     python benchmark/ablations.py --only full no-search --seeds 1 2 3
 
 Each run is an ordinary one of hopplus_selfplay.py in `--folder`. One that is finished is not run again, one that was
-stopped is resumed; the table is printed after each run and kept in `<folder>/ablations.md`. Players trained in self-play
+stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py); the table of what
+is there is printed after each run and kept in `<folder>/ablations.md`. Players trained in self-play
 on 4x4 also meet strangers (--mode adapt): three hare hunters, and those of the full and the scarce runs others, too.
 """
 
@@ -14,7 +15,8 @@ import sys
 
 import tyro
 
-from ppo import any_unknown, keep, run, spread
+from ppo import any_unknown, keep, results, spread
+from workers import Run, check_workers, work
 
 WIDE = "--height 8 --width 8"
 SCARCE = "--hares 2 --final-time 12"
@@ -58,6 +60,8 @@ class Args:
     """let a trained player meet strangers"""
     flags: str = ""
     """further flags for every training run"""
+    workers: int = 1
+    """runs side by side on this machine"""
 
 
 def table(done):
@@ -80,27 +84,48 @@ def table(done):
     return "\n".join(lines)
 
 
-def main(args):
-    if any_unknown(args.only, RUNS):
-        return 2
-    done, met = {}, {}
+def meeting(name, others):
+    """The name of a run in which a trained player meets three others."""
+    return f"{name}-meets-{others.replace(' ', '-')}"
+
+
+def all_runs(args):
+    """The training runs, and after each of them the strangers that its player meets."""
+    runs, script = [], "hopplus_selfplay.py"
     for seed in args.seeds:
-        for name in args.only or RUNS:
-            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", f"{RUNS[name]} --seed {seed} {args.flags}",
-                                                 "hopplus_selfplay.py"))
-            for others in STRANGERS.get(name, ()) if args.strangers else ():
-                checkpoint = os.path.join(args.folder, f"{name}-{seed}")
-                results = run(args.folder, f"{name}-{seed}-meets-{others.replace(' ', '-')}",
-                              f"--mode adapt --checkpoint {checkpoint} --players hop {others} --meetings 100 --seed {seed}",
-                              "hopplus_selfplay.py")
-                met.setdefault((name, others), []).append(results["second_half"]["mean"])
-            text = table(done)
-            if met:
-                text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
-                text += "| trained | among | return |\n|---|---|---|\n"
-                text += "\n".join(f"| {name} | {others} | {spread(values)} |" for (name, others), values in met.items())
-            keep(text, os.path.join(args.folder, "ablations.md"))
-    return 0
+        for kind in args.only or RUNS:
+            name = f"{kind}-{seed}"
+            runs.append(Run(name, f"{RUNS[kind]} --seed {seed} {args.flags}", script))
+            for others in STRANGERS.get(kind, ()) if args.strangers else ():
+                flags = (f"--mode adapt --checkpoint {os.path.join(args.folder, name)} --players hop {others} "
+                         f"--meetings 100 --seed {seed}")
+                runs.append(Run(meeting(name, others), flags, script, (name,)))
+    return runs
+
+
+def write_table(args):
+    """The tables of the runs that are there."""
+    done, met = {}, {}
+    for kind in args.only or RUNS:
+        for seed in args.seeds:
+            name = f"{kind}-{seed}"
+            if result := results(args.folder, name):
+                done.setdefault(kind, []).append(result)
+            for others in STRANGERS.get(kind, ()) if args.strangers else ():
+                if result := results(args.folder, meeting(name, others)):
+                    met.setdefault((kind, others), []).append(result["second_half"]["mean"])
+    text = table(done)
+    if met:
+        text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
+        text += "| trained | among | return |\n|---|---|---|\n"
+        text += "\n".join(f"| {kind} | {others} | {spread(values)} |" for (kind, others), values in met.items())
+    keep(text, os.path.join(args.folder, "ablations.md"))
+
+
+def main(args):
+    if any_unknown(args.only, RUNS) or not check_workers(args.workers):
+        return 2
+    return work(args.folder, all_runs(args), args.workers, lambda: write_table(args))
 
 
 if __name__ == "__main__":

@@ -6,8 +6,8 @@
 
 Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
 player meets the same three others for fifty episodes, in each seat. A run that is finished is not made again, one
-that was stopped is resumed. What is known so far is in `<folder>/adaptation.md` and `.csv` after every run, with a
-picture of the return by episode for each board.
+that was stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py). What is known
+so far is in `<folder>/adaptation.md` and `.csv` after every run, with a picture of the return by episode for each board.
 
 The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
 was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these
@@ -19,12 +19,14 @@ import csv
 import dataclasses
 import json
 import os
+import random
 import sys
 
 import numpy as np
 import tyro
 
-from ppo import any_unknown, keep, run
+from ppo import any_unknown, keep, results, write
+from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 BOARDS = {
@@ -76,6 +78,8 @@ class Args:
     """where the runs, the table and the pictures go"""
     flags: str = ""
     """further flags for every training run"""
+    workers: int = 1
+    """runs side by side on this machine"""
 
 
 class Table:
@@ -98,8 +102,6 @@ class Table:
             known["random"] = later
         elif later > known["best"]:
             known |= {"best": later, "by": agent}
-        with open(self.path, "w", encoding="utf-8") as file:
-            json.dump(self.references, file, indent=2)
 
     def score(self, key):
         """The scores of a player by episode [50], of one board, player, seed and line-up."""
@@ -119,14 +121,14 @@ def interquartile(scores, draws=2000):
     """The interquartile mean of scores [seed, line-up], and its interval by drawing both anew. -> mean, low, high"""
     if not scores.size:
         return np.nan, np.nan, np.nan
-    random = np.random.default_rng(0)
+    generator = np.random.default_rng(0)
 
     def middle(values):
         values = np.sort(values, axis=None)
         cut = len(values) // 4
         return values[cut:len(values) - cut].mean()
 
-    drawn = [middle(scores[random.integers(len(scores), size=len(scores))][:, random.integers(
+    drawn = [middle(scores[generator.integers(len(scores), size=len(scores))][:, generator.integers(
         scores.shape[1], size=scores.shape[1])]) for _ in range(draws)]
     return middle(scores), *np.quantile(drawn, (0.025, 0.975))
 
@@ -159,53 +161,97 @@ def play_rule(args, board, name, others, seed=77):
             players.reset(out["over"])
         seats.append(total[:, :EPISODES].mean(0))
     answer = torch.stack(seats).mean(0).tolist()
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(answer, file)
+    write(path, json.dumps(answer))
     return answer
 
 
-def others_of(args, board, others, seed):
-    """The names of three others as --players takes them: trained ones are of the next seeds."""
-    if others == "PPO PPO PPO":
-        run(args.folder, f"{board}-ppo-selfplay-{seed + 1}",
-            f"--players ppo ppo ppo ppo {BOARDS[board]} --seed {seed + 1}", PPO)
-        path = os.path.join(args.folder, f"{board}-ppo-selfplay-{seed + 1}", "checkpoint.pt")
-        return " ".join(f"{path}:player_{number}" for number in (1, 2, 3))
-    if others == "HOP HOP HOP":
-        return " ".join(f"{train(args, board, 'hop', seed + number)}:player_{number}" for number in (1, 2, 3))
-    return others
-
-
-def train(args, board, agent, seed):
-    """Trains a player, if it is not there. -> its run"""
+def training(args, board, agent, seed):
+    """The run that trains a player."""
     script, flags, _ = AGENTS[agent]
-    run(args.folder, f"{board}-{agent}-{seed}", f"{flags} {BOARDS[board]} --seed {seed} {args.flags}", script)
-    return os.path.join(args.folder, f"{board}-{agent}-{seed}")
+    return Run(f"{board}-{agent}-{seed}", f"{flags} {BOARDS[board]} --seed {seed} {args.flags}", script)
 
 
-def meet(args, board, agent, seed, others):
-    """A trained player among three others. -> its mean return by episode; None where it cannot sit with them"""
+def companions(args, board, others, seed):
+    """Three others as --players takes them, trained ones being of the next seeds; and the runs that train them."""
+    if others == "PPO PPO PPO":
+        flags = f"--players ppo ppo ppo ppo {BOARDS[board]} --seed {seed + 1}"
+        run = Run(f"{board}-ppo-selfplay-{seed + 1}", flags, PPO)
+        path = os.path.join(args.folder, run.name, "checkpoint.pt")
+        return " ".join(f"{path}:player_{number}" for number in (1, 2, 3)), [run]
+    if others == "HOP HOP HOP":
+        runs = [training(args, board, "hop", seed + number) for number in (1, 2, 3)]
+        paths = [os.path.join(args.folder, run.name) for run in runs]
+        return " ".join(f"{path}:player_{number}" for number, path in enumerate(paths, 1)), runs
+    return others, []
+
+
+def meeting(args, board, agent, seed, others):
+    """The runs that lead to a trained player among three others, the last being their meeting; none where it
+    cannot sit with them."""
     script, _, flags = AGENTS[agent]
     if others == "HOP HOP HOP" and script == PPO:
-        return None
-    me = "hop" if script == HOP else "ppo"
-    results = run(args.folder, f"{board}-{agent}-{seed}-meets-{others.replace(' ', '-')}",
-                  f"--mode adapt --checkpoint {train(args, board, agent, seed)} --players {me} "
-                  f"{others_of(args, board, others, seed)} --meetings {args.meetings} --meeting-episodes {EPISODES} "
-                  f"--seed {seed} {BOARDS[board] if script == PPO else ''} {flags}", script)
-    return [episode["return"] for episode in results["episodes"]]
+        return []
+    me, trained = "hop" if script == HOP else "ppo", training(args, board, agent, seed)
+    players, runs = companions(args, board, others, seed)
+    flags = (f"--mode adapt --checkpoint {os.path.join(args.folder, trained.name)} --players {me} {players} "
+             f"--meetings {args.meetings} --meeting-episodes {EPISODES} --seed {seed} "
+             f"{BOARDS[board] if script == PPO else ''} {flags}")
+    before = [trained, *runs]
+    return [*before, Run(f"{trained.name}-meets-{others.replace(' ', '-')}", flags, script,
+                         tuple(run.name for run in before))]
 
 
-def best_response(args, board, others):
-    """What PPO earns that was trained among exactly these three: a number for every episode."""
-    name = f"{board}-exact-{others.replace(' ', '-')}"
-    results = run(args.folder, name, f"--players ppo {others} {BOARDS[board]} --total-timesteps 1000000", PPO)
-    return [results["evaluation"]["sampled"]["mean"]] * EPISODES
+def exact(board, others):
+    """The run of PPO among exactly these three: what it earns is the most one can hope for."""
+    return Run(f"{board}-exact-{others.replace(' ', '-')}", f"--players ppo {others} {BOARDS[board]} "
+               "--total-timesteps 1000000", PPO)
 
 
-def write(table):
-    """adaptation.md, .csv and the pictures, of all that is known."""
-    args = table.args
+def all_runs(args):
+    """Every run that is needed, those that others need before them."""
+    runs = {}
+    for board in args.boards:
+        wanted = [] if args.quick else [exact(board, others) for others in LINE_UPS if others not in TRAINED]
+        for seed in args.seeds:
+            for agent in args.only or AGENTS:
+                for others in LINE_UPS:
+                    wanted += meeting(args, board, agent, seed, others)
+        runs |= {run.name: run for run in wanted}
+    return list(runs.values())
+
+
+def play_rules(args):
+    """The rule-based players' returns, in a random order, for other machines may be at the same."""
+    wanted = [(board, rule, others) for board in args.boards for others in LINE_UPS if others not in TRAINED
+              for rule in ("random", *RULES)]
+    for board, rule, others in random.sample(wanted, len(wanted)):
+        play_rule(args, board, rule, others)
+
+
+def read(args):
+    """All that is there. -> Table"""
+    table = Table(args)
+    for board in args.boards:
+        table.references.setdefault(board, {})
+        for others in (others for others in LINE_UPS if others not in TRAINED):
+            for rule in ("random", *RULES):
+                table.add(board, rule, 0, others, play_rule(args, board, rule, others))
+            if not args.quick and (result := results(args.folder, exact(board, others).name)):
+                table.add(board, "exact", 0, others, [result["evaluation"]["sampled"]["mean"]] * EPISODES)
+        for seed in args.seeds:
+            for agent in args.only or AGENTS:
+                for others in LINE_UPS:
+                    runs = meeting(args, board, agent, seed, others)
+                    if runs and (result := results(args.folder, runs[-1].name)):
+                        returns = [episode["return"] for episode in result["episodes"]]
+                        table.add(board, agent, seed, others, returns)
+    return table
+
+
+def write_all(args):
+    """references.json, adaptation.md, .csv and the pictures, of all that is known."""
+    table = read(args)
+    write(table.path, json.dumps(table.references, indent=2))
     boards = [board for board in args.boards if board in table.references]
     agents = list(dict.fromkeys(key[1] for key in table.returns if key[1] not in ("random", "exact")))
     texts = []
@@ -272,30 +318,14 @@ def draw(table, board, agents, path):
 
 
 def main(args):
-    if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS):
+    if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS) or not check_workers(args.workers):
         return 2
     if args.quick:
         args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1),
                                    only=args.only or ("hop",))
     os.makedirs(args.folder, exist_ok=True)
-    table = Table(args)
-    for board in args.boards:
-        table.references.setdefault(board, {})
-        for others in LINE_UPS:
-            if others in TRAINED:
-                continue
-            for rule in ("random", *RULES):
-                table.add(board, rule, 0, others, play_rule(args, board, rule, others))
-            if not args.quick:
-                table.add(board, "exact", 0, others, best_response(args, board, others))
-        for seed in args.seeds:
-            for agent in args.only or AGENTS:
-                for others in LINE_UPS:
-                    episodes = meet(args, board, agent, seed, others)
-                    if episodes:
-                        table.add(board, agent, seed, others, episodes)
-                write(table)
-    return 0
+    play_rules(args)
+    return work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
 
 
 if __name__ == "__main__":

@@ -4,19 +4,22 @@
     python benchmark/ppo.py --only selfplay-4x4 --seeds 1 2 3
 
 Each run is an ordinary one in `--folder`, by the script's own command line. One that is finished is not run
-again, one that was stopped is resumed, so the benchmark can be stopped and started at will; the table is
-printed after each run and kept in `<folder>/ppo.md`.
+again, one that was stopped is resumed, so the benchmark can be stopped and started at will, and several machines
+that share the folder share the runs (benchmark/workers.py); the table of what is there is printed after each run
+and kept in `<folder>/ppo.md`.
 """
 
 import dataclasses
 import json
 import os
-import shutil
+import socket
 import statistics
-import subprocess
 import sys
+import time
 
 import tyro
+
+from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 SELF_PLAY = "--players ppo ppo ppo ppo"
@@ -55,21 +58,31 @@ class Args:
     """where the runs and the table go"""
     flags: str = ""
     """further flags for every run"""
+    workers: int = 1
+    """runs side by side on this machine"""
 
 
-def run(folder, name, flags, script="ppo_single_player.py"):
-    """Makes one run of a script, or what is missing of it. -> its results"""
-    path = os.path.join(folder, name)
-    if not os.path.isfile(os.path.join(path, "results.json")):
-        script = os.path.join(HERE, "..", script)
-        if os.path.isfile(os.path.join(path, "checkpoint.pt")):
-            flags = f"--resume {path}"
-        else:
-            shutil.rmtree(path, ignore_errors=True)  # begun, but stopped before anything was saved
-            flags = f"{flags} --runs-dir {folder} --run-name {name}"
-        subprocess.run([sys.executable, script, *flags.split()], check=True)
-    with open(os.path.join(path, "results.json"), encoding="utf-8") as file:
+def results(folder, name):
+    """What a finished run came to; None of another."""
+    path = os.path.join(folder, name, "results.json")
+    if not os.path.isfile(path):
+        return None
+    with open(path, encoding="utf-8") as file:
         return json.load(file)
+
+
+def write(path, text):
+    """Writes a file, whole or not at all, for others read it at the same time."""
+    new = f"{path}.{socket.gethostname()}-{os.getpid()}.new"
+    with open(new, "w", encoding="utf-8") as file:
+        file.write(text)
+    while True:
+        try:
+            return os.replace(new, path)
+        except PermissionError:  # Windows, while another reads it
+            if os.name != "nt":
+                raise
+            time.sleep(0.1)
 
 
 def among(folder, name, seed):
@@ -87,8 +100,7 @@ def among(folder, name, seed):
         args = tyro.cli(script.Args, args=["--players", *players.format(trained).split(), *flags.split()])
         returns, _ = script.evaluate(args, None, 20_000, False, seed)
         answer[players] = returns[:, 0].mean().item()
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump(answer, file, indent=2)
+    write(path, json.dumps(answer, indent=2))
     return answer
 
 
@@ -106,7 +118,9 @@ def equal_together(folder, name, seeds):
         path = os.path.join(folder, f"{name}-{seed}", "returns.pt")
         if not os.path.isfile(path):
             args = tyro.cli(script.Args, args=["--players", *players])
-            torch.save(script.evaluate(args, None, 20_000, False, 77_000 + seed)[0], path)
+            new = f"{path}.{socket.gethostname()}-{os.getpid()}.new"
+            torch.save(script.evaluate(args, None, 20_000, False, 77_000 + seed)[0], new)
+            os.replace(new, path)
         every.append(torch.load(path))
     score, limit, pair = script.equal_players_test(torch.cat(every), ["ppo"] * 4)
     verdict = "they earn equally"
@@ -155,28 +169,33 @@ def any_unknown(names, runs):
 def keep(text, path):
     """Prints the tables made so far, and writes them to a file."""
     print(text, flush=True)
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    write(path, text + "\n")
+
+
+def write_table(args):
+    """The table of the runs that are there, and what their players earn among others."""
+    done, strangers = {}, {}
+    for name in args.only or RUNS:
+        seeds = [seed for seed in args.seeds if results(args.folder, f"{name}-{seed}")]
+        if seeds:
+            done[name] = [results(args.folder, f"{name}-{seed}") for seed in seeds]
+            if name in AMONG:
+                strangers[name] = [among(args.folder, name, seed) for seed in seeds]
+    text = table(done)
+    for trained, answers in strangers.items():
+        text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
+        text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
+    if len(done.get("selfplay-4x4", ())) == len(args.seeds):
+        text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
+    keep(text, os.path.join(args.folder, "ppo.md"))
 
 
 def main(args):
-    if any_unknown(args.only, RUNS):
+    if any_unknown(args.only, RUNS) or not check_workers(args.workers):
         return 2
-    done, strangers = {}, {}
-    for seed in args.seeds:
-        for name in args.only or RUNS:
-            flags = f"{RUNS[name]} --seed {seed} {args.flags}"
-            done.setdefault(name, []).append(run(args.folder, f"{name}-{seed}", flags))
-            text = table(done)
-            if name in AMONG:
-                strangers.setdefault(name, []).append(among(args.folder, name, seed))
-            for trained, answers in strangers.items():
-                text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
-                text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
-            if len(done.get("selfplay-4x4", ())) == len(args.seeds):
-                text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
-            keep(text, os.path.join(args.folder, "ppo.md"))
-    return 0
+    runs = [Run(f"{name}-{seed}", f"{RUNS[name]} --seed {seed} {args.flags}")
+            for seed in args.seeds for name in args.only or RUNS]
+    return work(args.folder, runs, args.workers, lambda: write_table(args))
 
 
 if __name__ == "__main__":
