@@ -198,7 +198,7 @@ def work(folder, runs, workers=1, then=lambda: None, timing=Timing()):
     own, told = Work(folder, runs, workers, timing), False
     before = {number: signal.signal(number, leave) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        while own.look():
+        while own.look() or own.going:  # results come before the process ends
             if not own.going and not told:
                 told = True
                 print("waiting for runs that other workers make", file=sys.stderr, flush=True)
