@@ -432,8 +432,8 @@ def check_ranges(args, ranges):
             value = getattr(args, name)
             most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
             if value is not None and not low <= value <= most:  # nan fails every comparison
-                few = high == math.inf and not value > most
-                bounds = f"be at least {low:g}" if few else f"lie between {low:g} and {most:g}"
+                unbounded = high == math.inf and not value > most
+                bounds = f"be at least {low:g}" if unbounded else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -2681,13 +2681,10 @@ class OtherModel(nn.Module):
     def remember(self, memory, table, action, seen):
         """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
         likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0].exp()
-        return torch.where(seen[..., None], self.weigh(memory * likely)[0], memory)
-
-    def weigh(self, joint):
-        """p(hypothesis, action) [..., H] -> the weights then, by Bayes' rule and the chance of a change; and
-        p(action) [..., 1]"""
+        joint = memory * likely
         total = joint.sum(-1, keepdim=True).clamp(min=1e-30)
-        return torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total), total
+        after = torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total)
+        return torch.where(seen[..., None], after, memory)
 
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],

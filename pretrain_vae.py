@@ -295,8 +295,8 @@ def check_ranges(args, ranges):
             value = getattr(args, name)
             most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
             if value is not None and not low <= value <= most:  # nan fails every comparison
-                few = high == math.inf and not value > most
-                bounds = f"be at least {low:g}" if few else f"lie between {low:g} and {most:g}"
+                unbounded = high == math.inf and not value > most
+                bounds = f"be at least {low:g}" if unbounded else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
@@ -1346,12 +1346,6 @@ class OtherModel(nn.Module):
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
-
-    def weigh(self, joint):
-        """p(hypothesis, action) [..., H] -> the weights then, by Bayes' rule and the chance of a change; and
-        p(action) [..., 1]"""
-        total = joint.sum(-1, keepdim=True).clamp(min=1e-30)
-        return torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total), total
 
     def follow(self, memory, table, action, seen):
         """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],

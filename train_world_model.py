@@ -265,8 +265,8 @@ def check_ranges(args, ranges):
             value = getattr(args, name)
             most = min(high, 1e15) if isinstance(value, int) else high  # beyond it no tensor can count
             if value is not None and not low <= value <= most:  # nan fails every comparison
-                few = high == math.inf and not value > most
-                bounds = f"be at least {low:g}" if few else f"lie between {low:g} and {most:g}"
+                unbounded = high == math.inf and not value > most
+                bounds = f"be at least {low:g}" if unbounded else f"lie between {low:g} and {most:g}"
                 raise Refused(f"{flag(name)} {value} must {bounds}")
 
 
