@@ -2678,30 +2678,26 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
-    def remember(self, memory, table, action, seen):
-        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
-        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0].exp()
+    def weigh(self, memory, likely, seen):
+        """The memory [P, B, H] after an action that each hypothesis holds so likely, if it was seen [P, B]."""
         joint = memory * likely
         total = joint.sum(-1, keepdim=True).clamp(min=1e-30)
         after = torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total)
         return torch.where(seen[..., None], after, memory)
 
-    def follow(self, memory, table, action, seen):
-        """`remember` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
-        and the log-probability of each action by the weighted hypotheses [P, T, B]
+    def remember(self, memory, table, action, seen):
+        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
+        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0].exp()
+        return self.weigh(memory, likely, seen)
 
-        But for a factor that cancels out, a step is a product of the weights with a matrix.
-        """
+    def follow(self, memory, table, action, seen):
+        """`weigh` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
+        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
-        likely = (taken - taken.amax(-1, keepdim=True)).exp()
-        same = torch.eye(likely.shape[-1], device=likely.device)
-        change = (1 - CHANGE) * same + CHANGE * self.prior.softmax(-1)[:, None, :, None]  # [P, 1, 1, H, H]
-        change = torch.where(seen[..., None, None], likely[..., None] * change, same).double()
-        weights = [memory.double()[..., None, :]]
-        for matrix in change[:, :-1].unbind(1):
-            weights.append(weights[-1] @ matrix)
-        before = torch.stack(weights, 1)[..., 0, :]
-        before = (before / before.sum(-1, keepdim=True)).float()
+        before = [memory]
+        for likely, there in zip(taken.exp().unbind(1)[:-1], seen.unbind(1)):
+            before.append(self.weigh(before[-1], likely, there))
+        before = torch.stack(before, 1)
         return before, (before.clamp(min=1e-30).log() + taken).logsumexp(-1)
 
     def read(self, memory, hidden):

@@ -1,11 +1,11 @@
 """Does a trained player get on with whoever comes? HOP+ and its rivals among fifteen line-ups on four boards.
 
-    python benchmark/adaptation.py --quick                     one seed, fewer meetings
+    python benchmark/adaptation.py --quick --workers 2         HOP+ alone, one seed, fewer and shorter meetings
     python benchmark/adaptation.py                             everything, over night
     python benchmark/adaptation.py --only hop ppo-mixes --boards open scarce --seeds 1 2 3
 
 Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
-player meets the same three others for fifty episodes, in each seat. A run that is finished is not made again, one
+player meets the same three others for fifty episodes (twenty with --quick), in each seat. A run that is finished is not made again, one
 that was stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py). What is known
 so far is in `<folder>/adaptation.md` and `.csv` after every run, with a picture of the return by episode for each board.
 
@@ -17,9 +17,9 @@ players the 0 is that of a random player among three stag hunters, for that is w
 
 import csv
 import dataclasses
+import itertools
 import json
 import os
-import random
 import sys
 
 import numpy as np
@@ -58,7 +58,6 @@ POOR = ("nh nh nh", "nh nh random", "random random random", "switch-ns-nh switch
 TRAINED = ("PPO PPO PPO", "HOP HOP HOP")  # in self-play, on the seeds that come next
 LINE_UPS = ("ns ns ns", "nh ns random", "ns ns random", "ns nh nh", "ns random random", "nsh nsh nsh",
             "noisy-ns noisy-ns noisy-ns", "noisy-nh noisy-nh noisy-nh", *POOR, *TRAINED)
-EPISODES = 50
 SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(40, 50)}
 
 
@@ -72,8 +71,11 @@ class Args:
     """seeds of each training"""
     meetings: int = 100
     """meetings in each seat"""
+    episodes: int = 50
+    """episodes of a meeting"""
     quick: bool = False
-    """one seed, a quarter of the meetings, only HOP+ and no PPO trained for each line-up"""
+    """one seed, a quarter of the meetings, of 20 episodes each; only HOP+ (or --only), no trained co-players, no PPO
+    trained for each line-up; all in a folder of its own, which ends in -quick"""
     folder: str = os.path.join("runs", "benchmark-adaptation")
     """where the runs, the table and the pictures go"""
     flags: str = ""
@@ -104,7 +106,7 @@ class Table:
             known |= {"best": later, "by": agent}
 
     def score(self, key):
-        """The scores of a player by episode [50], of one board, player, seed and line-up."""
+        """The scores of a player by episode, of one board, player, seed and line-up."""
         known = self.references[key[0]][key[3]]
         return (self.returns[key] - known["random"]) / max(known["best"] - known["random"], 1e-9)
 
@@ -133,9 +135,12 @@ def interquartile(scores, draws=2000):
     return middle(scores), *np.quantile(drawn, (0.025, 0.975))
 
 
-def play_rule(args, board, name, others, seed=77):
-    """The mean return by episode of a rule-based player in each seat among three others, as --mode adapt measures it."""
-    path = os.path.join(args.folder, f"{board}-{name}-meets-{others.replace(' ', '-')}.json")
+def play_rules(args, board, seed=77):
+    """The mean return by episode of each rule in each line-up of rules, over all seats, as --mode adapt measures it.
+
+    All play side by side, in one batch of games. -> {others: {rule: returns by episode}}, kept in a file of the board
+    """
+    path = os.path.join(args.folder, f"{board}-rules.json")
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -143,24 +148,31 @@ def play_rule(args, board, name, others, seed=77):
     import ppo_single_player as script
     import torch
 
+    torch.set_num_threads(1)  # as the scripts do; more stand in each other's way where other runs are made
     flags = tyro.cli(script.Args, args=["--players", "ppo", "ns", "ns", "ns", *BOARDS[board].split()])
     fields = {field.name: getattr(flags, field.name) for field in dataclasses.fields(script.GameArgs)}
-    seats = []
-    for seat in range(4):
-        line_up = others.split()
-        line_up.insert(seat, name)
-        game = script.BatchedStagHunt(args.meetings, num_players=4, seed=seed + seat, **fields)
-        players = script.Lineup(line_up, game, seed + seat, EPISODES)
-        rows, episode = torch.arange(args.meetings), torch.zeros(args.meetings, dtype=torch.int64)
-        total = torch.zeros(args.meetings, EPISODES + 1)
-        while (episode < EPISODES).any():
-            out = game.advance(players.act(game))
-            total[rows, episode.clamp(max=EPISODES)] += out["reward"][:, seat]
-            episode = episode + out["over"]
-            game.reset(out["over"])
-            players.reset(out["over"])
-        seats.append(total[:, :EPISODES].mean(0))
-    answer = torch.stack(seats).mean(0).tolist()
+    rules, met = ("random", *RULES), [others for others in LINE_UPS if others not in TRAINED]
+    line_ups = []
+    for others, rule, seat in itertools.product(met, rules, range(4)):
+        line_ups.append(others.split())
+        line_ups[-1].insert(seat, rule)
+    kinds = sorted({name for names in line_ups for name in names})
+    games = len(line_ups) * args.meetings  # all meetings of a line-up stand together
+    game = script.BatchedStagHunt(games, num_players=4, seed=seed, **fields)
+    players = script.Lineup([f"mix:{','.join(kinds)}"] * 4, game, seed, args.episodes, mix_for=1 << 40)
+    kind = torch.tensor([[kinds.index(name) for name in names] for names in line_ups])
+    players.kind = kind.repeat_interleave(args.meetings, 0) + players.first
+    rows, episode = torch.arange(games), torch.zeros(games, dtype=torch.int64)
+    seat = torch.arange(4).repeat(len(met) * len(rules)).repeat_interleave(args.meetings)
+    total = torch.zeros(games, args.episodes + 1)
+    while (episode < args.episodes).any():
+        out = game.advance(players.act(game))
+        total[rows, episode.clamp(max=args.episodes)] += out["reward"][rows, seat]
+        episode = episode + out["over"]
+        game.reset(out["over"])
+        players.reset(out["over"])
+    means = total[:, :args.episodes].view(len(met), len(rules), -1, args.episodes).mean(2)
+    answer = {others: dict(zip(rules, row)) for others, row in zip(met, means.tolist())}
     write(path, json.dumps(answer))
     return answer
 
@@ -169,6 +181,11 @@ def training(args, board, agent, seed):
     """The run that trains a player."""
     script, flags, _ = AGENTS[agent]
     return Run(f"{board}-{agent}-{seed}", f"{flags} {BOARDS[board]} --seed {seed} {args.flags}", script)
+
+
+def met_by(args):
+    """The line-ups of this table."""
+    return [others for others in LINE_UPS if not args.quick or others not in TRAINED]
 
 
 def companions(args, board, others, seed):
@@ -194,7 +211,7 @@ def meeting(args, board, agent, seed, others):
     me, trained = "hop" if script == HOP else "ppo", training(args, board, agent, seed)
     players, runs = companions(args, board, others, seed)
     flags = (f"--mode adapt --checkpoint {os.path.join(args.folder, trained.name)} --players {me} {players} "
-             f"--meetings {args.meetings} --meeting-episodes {EPISODES} --seed {seed} "
+             f"--meetings {args.meetings} --meeting-episodes {args.episodes} --seed {seed} "
              f"{BOARDS[board] if script == PPO else ''} {flags}")
     before = [trained, *runs]
     return [*before, Run(f"{trained.name}-meets-{others.replace(' ', '-')}", flags, script,
@@ -214,18 +231,10 @@ def all_runs(args):
         wanted = [] if args.quick else [exact(board, others) for others in LINE_UPS if others not in TRAINED]
         for seed in args.seeds:
             for agent in args.only or AGENTS:
-                for others in LINE_UPS:
+                for others in met_by(args):
                     wanted += meeting(args, board, agent, seed, others)
         runs |= {run.name: run for run in wanted}
     return list(runs.values())
-
-
-def play_rules(args):
-    """The rule-based players' returns, in a random order, for other machines may be at the same."""
-    wanted = [(board, rule, others) for board in args.boards for others in LINE_UPS if others not in TRAINED
-              for rule in ("random", *RULES)]
-    for board, rule, others in random.sample(wanted, len(wanted)):
-        play_rule(args, board, rule, others)
 
 
 def read(args):
@@ -233,14 +242,14 @@ def read(args):
     table = Table(args)
     for board in args.boards:
         table.references.setdefault(board, {})
-        for others in (others for others in LINE_UPS if others not in TRAINED):
-            for rule in ("random", *RULES):
-                table.add(board, rule, 0, others, play_rule(args, board, rule, others))
+        for others, rules in play_rules(args, board).items():
+            for rule, returns in rules.items():
+                table.add(board, rule, 0, others, returns)
             if not args.quick and (result := results(args.folder, exact(board, others).name)):
-                table.add(board, "exact", 0, others, [result["evaluation"]["sampled"]["mean"]] * EPISODES)
+                table.add(board, "exact", 0, others, [result["evaluation"]["sampled"]["mean"]] * args.episodes)
         for seed in args.seeds:
             for agent in args.only or AGENTS:
-                for others in LINE_UPS:
+                for others in met_by(args):
                     runs = meeting(args, board, agent, seed, others)
                     if runs and (result := results(args.folder, runs[-1].name)):
                         returns = [episode["return"] for episode in result["episodes"]]
@@ -259,7 +268,7 @@ def write_all(args):
         lines = [f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets mean and worst line-up.", "",
                  f"| player | episodes | {' | '.join(boards)} |", "|---|---|" + "---|" * len(boards)]
         for agent in agents:
-            for span, which in SPANS.items():
+            for span, which in ((span, which) for span, which in SPANS.items() if which.stop <= args.episodes):
                 cells = []
                 for board in boards:
                     scores = table.scores(board, agent, which, others)
@@ -305,7 +314,7 @@ def draw(table, board, agents, path):
         for agent in (agent for agent in agents if agent in AGENTS):
             lines = [table.returns[key] for key in table.returns if key[:2] == (board, agent) and key[3] == others]
             if lines:
-                axis.plot(range(1, EPISODES + 1), np.mean(lines, 0), label=agent, linewidth=1.2)
+                axis.plot(range(1, len(lines[0]) + 1), np.mean(lines, 0), label=agent, linewidth=1.2)
         axis.set_title(others, fontsize=9)
         axis.set_ylim(bottom=min(0.0, known["random"]))
     for axis in axes.flat[len(met):]:
@@ -321,10 +330,9 @@ def main(args):
     if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS) or not check_workers(args.workers):
         return 2
     if args.quick:
-        args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1),
-                                   only=args.only or ("hop",))
+        args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1), episodes=20,
+                                   only=args.only or ("hop",), folder=f"{args.folder}-quick")
     os.makedirs(args.folder, exist_ok=True)
-    play_rules(args)
     return work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
 
 
