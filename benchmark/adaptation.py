@@ -7,7 +7,7 @@
 Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
 player meets the same three others for fifty episodes (twenty with --quick), in each seat. A run that is finished is not made again, one
 that was stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py). What is known
-so far is in `<folder>/adaptation.md` and `.csv` after every run, with a picture of the return by episode for each board.
+so far is in `<folder>/adaptation.md` and `.csv` after every run; at the end, a picture of the return by episode for each board.
 
 The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
 was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these
@@ -258,7 +258,7 @@ def read(args):
 
 
 def write_all(args):
-    """references.json, adaptation.md, .csv and the pictures, of all that is known."""
+    """references.json, adaptation.md and .csv, of all that is known."""
     table = read(args)
     write(table.path, json.dumps(table.references, indent=2))
     boards = [board for board in args.boards if board in table.references]
@@ -295,12 +295,10 @@ def write_all(args):
         for key, returns in table.returns.items():
             for episode, (value, score) in enumerate(zip(returns, table.score(key)), 1):
                 rows.writerow([*key, episode, f"{value:.4f}", f"{score:.4f}"])
-    for board in boards:
-        draw(table, board, agents, os.path.join(args.folder, f"{board}.png"))
 
 
-def draw(table, board, agents, path):
-    """The return by episode in each line-up, one line for each trained player."""
+def draw(table, board, path):
+    """A picture of the return by episode in each line-up, one line for each trained player."""
     import matplotlib  # here, for only pictures need it
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -311,7 +309,7 @@ def draw(table, board, agents, path):
         known = table.references[board][others]
         for value, style in ((known["random"], ":"), (known["best"], "--")):
             axis.axhline(value, color="grey", linestyle=style, linewidth=1)
-        for agent in (agent for agent in agents if agent in AGENTS):
+        for agent in AGENTS:
             lines = [table.returns[key] for key in table.returns if key[:2] == (board, agent) and key[3] == others]
             if lines:
                 axis.plot(range(1, len(lines[0]) + 1), np.mean(lines, 0), label=agent, linewidth=1.2)
@@ -333,7 +331,11 @@ def main(args):
         args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1), episodes=20,
                                    only=args.only or ("hop",), folder=f"{args.folder}-quick")
     os.makedirs(args.folder, exist_ok=True)
-    return work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
+    code = work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
+    table = read(args)
+    for board in args.boards:
+        draw(table, board, os.path.join(args.folder, f"{board}.png"))
+    return code
 
 
 if __name__ == "__main__":
