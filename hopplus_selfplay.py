@@ -21,10 +21,9 @@ A run first warms up on games of rule-based players (goals, models of others, wo
 
     play      believe something about each other player's goal; search the position in several trees, each
               with a draw of the goals from the belief; play the improved policy that the search returns
-    imagine   go on in the head: from real positions, with the others as they are believed to be, and from
-              the warm-up's positions, with strangers like those that it met
-    learn     the models of others from stretches of play, be they real, imagined or the warm-up's; policy
-              and value from the search's result where there was a search, and by PPO elsewhere
+    imagine   go on in the head from the warm-up's positions, with strangers like those that it met
+    learn     the models of others from stretches of play, real ones and the warm-up's; policy and value from
+              the search's result where there was a search, and by PPO elsewhere
 
 The run prints one moving line, then tables of returns with and without search, and leaves everything in
 `runs/<run name>/`. All true-game steps that it has used are counted in `true_steps`, also the warm-up's.
@@ -229,8 +228,6 @@ class SearchArgs:
 class ImaginationArgs:
     imagined_per_real: float = 64.0
     """imagined steps for each real one, of all HOP+ players together; 0 for none"""
-    strangers: float = 0.75
-    """share of the imagined games that are with strangers like those of the warm-up"""
 
 
 @dataclass
@@ -309,11 +306,11 @@ AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypothese
               "num_simulations", "num_trees", "warmup_meetings", "hidden_size", "vae_size",
               "moa_minibatches", "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
 RANGES = ((1, math.inf, AT_LEAST_1),
-          (0, 1, ("strangers", "gamma")),
+          (0, 1, ("gamma",)),
           (1e-6, math.inf, ("prize_floor",)),
           (0, 1e6, ("beta", "imagined_per_real", "learning_rate", "moa_learning_rate", "clip_coef",
                     "ent_coef", "eval_episodes", "eval_policy_episodes")))
-OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "strangers", "buffer_size",
+OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
                "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
                "eval_policy_episodes", "resume", "save_every")
@@ -335,7 +332,6 @@ def ignored_flags(args):
         ("--search none --imagined-per-real 0", unsearched and unimagined,
          ("search_model", "world_model_checkpoint")),
         ("--search-model rules", args.search_model == "rules", ("world_model_checkpoint",)),
-        ("--imagined-per-real 0", unimagined, ("strangers",)),
         ("--imagined-per-real 0, for all real steps are searched", unimagined and not unsearched,
          ("clip_coef",)),
         ("--goals zero", args.goals == "zero", ("selector", "horizon")),
@@ -630,9 +626,9 @@ def play_and_learn(args, folder, run, log):
             run.replay.add(real)
             figures = score_models(run.table, real)
             log.clock("scores")
-            dream = run.imagination.play(real, args.num_steps) if run.imagination else None
+            dream = run.imagination.play(args.num_steps) if run.imagination else None
             log.clock("imagination")
-            figures |= learn_others(args, run.networks.others, run.replay, dream, run.others_optimizer,
+            figures |= learn_others(args, run.networks.others, run.replay, run.others_optimizer,
                                     run.generator)
             log.clock("others")
             figures |= learn_policy(args, run.networks.policy, join(real, dream), run.optimizer,
@@ -701,7 +697,7 @@ class Log:
             else:
                 self.add(tag, value.nanmean())
         if dream is not None:
-            run.imagined_steps += dream["policy"]["actions"].numel()
+            run.imagined_steps += dream["actions"].numel()
         if "search" in real:
             for key, value in real["search"].items():
                 self.add(f"mcts/{key}", value)
@@ -1256,8 +1252,7 @@ def play_steps(table, returns, num_steps, search):
     stack = lambda key, dim=0: torch.stack([step[key] for step in steps], dim)
     real = {key: stack(key, -2) for key in STATE + ("over", "ended", "present", "seen", "left")}
     real |= {key: stack(key) for key in ("x", "true_probs", "mean", "logvar", "reward")}
-    real |= {"actions": stack("action", -2), "memory": steps[0]["memory"],
-             "memories": stack("memory", 1).flatten(1, 2)}  # of each step, [P, T * B, H]
+    real |= {"actions": stack("action", -2), "memory": steps[0]["memory"]}
     own = {key: stack(key)[:, table.seats] for key in ("x", "ended", "present")}
     played = torch.stack([step["actions"].T[table.seats] for step in steps])  # [T, L, B]
     last = table.look()["value"][None]  # the value of what comes next
@@ -1464,20 +1459,15 @@ def ego_first(state, order, games=None):
 
 
 class Imagination(Saved):
-    """Games that go on in the players' heads: each plays its own policy, models of others move its partners.
+    """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own policy,
+    and the warm-up's model of others moves its partners.
 
-    A partner is a type [H], a memory of it that stays as it is, and the network that moves it: type and
-    present view give its goal, the goal its action. There are two kinds of games:
+    A partner is a type [H]: what the warm-up's inference knew of a player at the end of a recorded meeting. Type
+    and present view give its goal, the goal its action. It stays from episode to episode, MEETING on average,
+    and the player's belief about it follows what it does, as in real games.
 
-        known      go on from the real games just played. A partner's type is what the player believes of it
-                   there, and the player's own model moves it.
-        strangers  a share --strangers of the games. A partner's type is what the warm-up's inference knew of
-                   a player at the end of a recorded meeting, and the warm-up's model moves it. It stays from
-                   episode to episode, MEETING on average. (Models that self-play trains come to expect that
-                   whoever stands on the stag hunts it; one such hunt in twenty games makes waiting among hare
-                   hunters look worth while.)
-
-    In both the player's belief about its partners follows what they do, as in real games.
+    (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
+    twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
@@ -1485,116 +1475,88 @@ class Imagination(Saved):
 
     def __init__(self, args, table, replay):
         self.args, self.table, self.replay = args, table, replay
-        self.length = len(table.hop_seats)
-        self.num = math.ceil(args.imagined_per_real * args.num_envs / self.length)
-        self.strange = min(round(self.num * args.strangers), self.num - 1)  # these games come last
+        self.shape = len(table.hop_seats), math.ceil(args.imagined_per_real * args.num_envs
+                                                     / len(table.hop_seats))  # players, games of each
         self.generator = seeded(args.seed, "imagination", args.device)
         self.state = self.memory = self.types = None
 
-    def starts(self, data, count, memory=None):
-        """Draws `count` positions of recorded games for each player and step to come.
-
-        data [.., T, B] -> states [.., T', L, count]; and, if those of each step are given, the memories there
-        [P, T', count, H]
-        """
-        table, state = self.table, {name: data[name].flatten(-2) for name in STATE}
-        present = data["present"][table.seats].flatten(1).float()  # [L, T * B]
-        first = present * (state["clock"] == 0)
+    def draw_starts(self, num_steps):
+        """Draws a position of recorded games for each player, game and step to come: [.., T, L * games]."""
+        table, record = self.table, self.replay.record
+        present = record["present"][table.seats].flatten(1).float()  # [L, T * B]
+        first = present * (record["clock"].flatten() == 0)
         share = first.sum(1, keepdim=True).clamp(min=1) / present.sum(1, keepdim=True).clamp(min=1)
         chance = present + first * self.BEGINS / (share * (1 - self.BEGINS) + 1e-9) + 1e-9
-        shape = (self.args.num_steps, count)
-        drawn = torch.multinomial(chance, math.prod(shape), replacement=True, generator=self.generator)
-        states = {name: part.unflatten(-1, (self.length, *shape)).transpose(-3, -2)
-                  for name, part in ego_first(state, table.order, drawn).items()}
-        if memory is not None:
-            memory = take(memory, table.for_pairs(drawn)).unflatten(1, shape)
-        return states, memory
+        drawn = torch.multinomial(chance, num_steps * self.shape[1], True, generator=self.generator)
+        state = ego_first({name: record[name].flatten(-2) for name in STATE}, table.order, drawn)
+        rows = lambda part: part.unflatten(-1, (self.shape[0], num_steps, -1)).transpose(-3, -2).flatten(-2)
+        return {name: rows(part) for name, part in state.items()}
 
     def draw_types(self):
-        """Strangers for every game, should a meeting begin: [P, strange, H]."""
-        cast, shape = self.replay.cast[self.table.pairs], (self.length, self.strange)
-        meeting = torch.randint(cast.shape[1], shape, generator=self.generator, device=cast.device)
+        """Partners for every game, should a meeting begin: [P, games, H]."""
+        cast = self.replay.cast[self.table.pairs]
+        meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         return take(cast, self.table.for_pairs(meeting))
 
     @torch.no_grad()
-    def play(self, real, num_steps):
-        """num_steps more steps of all games. -> dict: "policy" as `play_steps` gives it, and what
-        `learn_others` takes of the games with strangers, each [P, T, B, ...]"""
-        table, networks, split = self.table, self.table.networks, self.num - self.strange
-        states, memories = self.starts(real, split, real["memories"])
-        if self.strange:
-            strange, _ = self.starts(self.replay.record, self.strange)
-            states = {name: torch.cat([states[name], strange[name]], -1) for name in STATE}
-        fresh = networks.others.start(self.strange)
-        begins = lambda t: {name: part[..., t, :, :].flatten(-2) for name, part in states.items()}
+    def play(self, num_steps):
+        """num_steps more steps of all games. -> the steps as `play_steps` gives them to the policy"""
+        table, others, steps = self.table, self.table.networks.others, []
+        starts, nobody = self.draw_starts(num_steps), others.start(self.shape[1])
+        start = lambda t: {name: part[..., t, :] for name, part in starts.items()}
         if self.state is None:
-            self.state = begins(0)
-            self.types = torch.cat([memories[:, 0], self.draw_types()], 1)
-            self.memory = torch.cat([memories[:, 0], fresh], 1)
-        shape, steps, memory = (self.length, self.num), [], self.memory
+            self.state, self.types, self.memory = start(0), self.draw_types(), nobody
         for t in range(num_steps):
-            x, told, log_probs, value, others, tables = self.think()
-            action = sample_actions(log_probs.exp(), self.generator)  # [L, num]
-            moves = sample_actions(others, self.generator)  # [P, num]
-            there = (self.state["cell"][1:] < table.game.cells).unflatten(1, shape)  # [N-1, L, num]
-            there = there.transpose(0, 1).flatten(0, 1)  # [P, num]
-            partners = moves.unflatten(0, (self.length, -1)).transpose(0, 1).flatten(1)
-            joint = torch.cat([action.flatten()[None], partners])  # [N, L * num]
+            x, told, log_probs, value, moved, tables = self.think()
+            action = sample_actions(log_probs.exp(), self.generator)  # [L, games]
+            moves = sample_actions(moved, self.generator)  # [P, games]
+            in_seats = lambda part: part.unflatten(0, (self.shape[0], -1)).transpose(0, 1).flatten(1)
+            there = (self.state["cell"][1:] < table.game.cells).unflatten(1, self.shape)  # [N-1, L, games]
+            there = there.transpose(0, 1).flatten(0, 1)  # [P, games]
+            joint = torch.cat([action.flatten()[None], in_seats(moves)])  # [N, L * games]
             self.state, reward, over = table.model.step(self.state, joint)
-            over = over.view(shape)
-            self.memory = networks.others.remember(self.memory, tables, moves, there)
-            steps.append({"x": x[0], "told": told, "actions": action, "values": value, "ended": over,
+            over = over.view(self.shape)
+            self.memory = others.remember(self.memory, tables, moves, there)
+            steps.append({"x": x, "told": told, "actions": action, "values": value, "ended": over,
                           "logprobs": log_probs.gather(-1, action[..., None])[..., 0],
-                          "rewards": reward.view(shape) * REWARD_SCALE, "seen": there[:, split:],
-                          "others_x": x[1:, :, split:], "others_action": moves[:, split:]})
-            self.begin_again(over, begins(t), memories[:, t], fresh)
+                          "rewards": reward.view(self.shape) * REWARD_SCALE})
+            self.begin_again(over, start(t), nobody)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
-        lesson = {"x": out.pop("others_x").permute(2, 1, 0, 3, 4).flatten(0, 1),
-                  "action": out.pop("others_action").transpose(0, 1), "seen": out.pop("seen").transpose(0, 1),
-                  "memory": memory[:, split:]}
         out["values"] = torch.cat([out["values"], self.think()[3][None]])
-        return {"policy": out | {"present": torch.ones_like(out["ended"])}, "lesson": lesson}
+        return out | {"present": torch.ones_like(out["ended"])}
 
     def think(self):
         """What is thought of the present states.
 
-        -> views [N, L, num, K]; what the policies are told [L, num, (N-1) * G], their log-probabilities
-        [L, num, 7] and values [L, num]; the partners' probabilities [P, num, 7]; what each hypothesis makes
-        of their actions [7, P, num, H]
+        -> own views [L, games, K]; what the policies are told [L, games, (N-1) * G], their log-probabilities
+        [L, games, 7] and values [L, games]; the partners' probabilities [P, games, 7]; what each hypothesis
+        makes of their actions [7, P, games, H]
         """
-        networks, views, split = self.table.networks, self.table.views, self.num - self.strange
-        x = views.look(self.state).unflatten(1, (self.length, -1))  # [N, L, num, K]
-        partners = x[1:].transpose(0, 1).flatten(0, 1)  # [P, num, K]
-        first, hidden, tables = networks.others.look(partners)
+        networks, views = self.table.networks, self.table.views
+        x = views.look(self.state).unflatten(1, self.shape)  # [N, L, games, K]
+        partners = x[1:].transpose(0, 1).flatten(0, 1)  # [P, games, K]
+        _, hidden, tables = networks.others.look(partners)
         mean, _ = networks.others.read(self.memory, hidden)
         told = self.table.told(mean)
         log_probs, value = networks.policy(x[0], told)
-        mask, moved = views.mask(partners), []
-        if split:
-            goal, _ = networks.others.read(self.types[:, :split], hidden[:, :split])
-            moved.append(networks.others.act(first[:, :split] + goal @ networks.others.goal, mask[:, :split]))
-        if self.strange:
-            known = networks.known  # one network moves all strangers, so they stand in one row
-            row = lambda part: part[:, split:].flatten(0, 1)[None]
-            first, hidden = known.see(row(partners))
-            goal, _ = known.read(row(self.types), hidden)
-            moved.append(known.act(first + goal @ known.goal, row(mask)).view(len(partners), -1, NUM_ACTIONS))
-        return x, told, log_probs, value, torch.cat(moved, 1).exp(), tables
+        known, row = networks.known, lambda part: part.flatten(0, 1)[None]  # one network moves all partners
+        first, hidden = known.see(row(partners))
+        goal, _ = known.read(row(self.types), hidden)
+        moved = known.act(first + goal @ known.goal, views.mask(row(partners))).view(*partners.shape[:2], -1)
+        return x[0], told, log_probs, value, moved.exp(), tables
 
-    def begin_again(self, over, state, memory, fresh):
-        """Other positions where a game is over [L, num], and other partners where a meeting is."""
+    def begin_again(self, over, state, nobody):
+        """Other positions where a game is over [L, games], and other partners where a meeting is."""
         self.state = {name: torch.where(over.flatten(), state[name], self.state[name]) for name in STATE}
-        over = self.table.for_pairs(over)[..., None]  # [P, num, 1]
-        known, strange = over.split([self.num - self.strange, self.strange], 1)
-        number = torch.rand(self.length, self.strange, 1, generator=self.generator, device=over.device)
-        new = torch.cat([known, strange & self.table.for_pairs(number < 1 / MEETING)], 1)
-        self.memory = torch.where(new, torch.cat([memory, fresh], 1), self.memory)
-        self.types = torch.where(new, torch.cat([memory, self.draw_types()], 1), self.types)
+        new = over & (torch.rand(self.shape, generator=self.generator, device=over.device) < 1 / MEETING)
+        new = self.table.for_pairs(new)[..., None]  # [P, games, 1]
+        self.memory = torch.where(new, nobody, self.memory)
+        self.types = torch.where(new, self.draw_types(), self.types)
 
 
 # ==================================================================================== learning
 
-STRETCHES, RECORDED, DREAMT = 32, 6, 6  # in a lesson: real ones, ones of the record, imagined ones
+STRETCHES, RECORDED = 32, 6  # in a lesson: real ones, ones of the record
 
 
 class Replay(Saved):
@@ -1754,20 +1716,18 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight, where that is known. Both the goal in hindsight and a draw from the
-    belief are to tell the action.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
-    x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
+    x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
     losses = {"hypotheses_loss": -masked_mean(likely, weight)}
     if "goal_mean" in lesson:
-        known = lesson.get("goal_known", weight.new_ones(())).expand(shape).flatten(1)
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight * known)
-        told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
+        losses["inference_loss"] = masked_mean(distance, weight)
+        told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
     losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
@@ -1776,14 +1736,12 @@ def others_loss(model, lesson, generator):
     return losses
 
 
-def learn_others(args, others, replay, dream, optimizer, generator):
-    """Trains the models of others: on stretches of real games and of the record, and on imagined games with
-    strangers. -> means of the losses over the update, each [P]"""
+def learn_others(args, others, replay, optimizer, generator):
+    """Trains the models of others on stretches of real games and of the record. -> means of the losses over the
+    update, each [P]"""
     totals = []
-    for number in range(args.moa_minibatches):
+    for _ in range(args.moa_minibatches):
         lesson = replay.draw(STRETCHES, RECORDED, generator)
-        if dream is not None and dream["lesson"]["x"].shape[2]:
-            lesson = add_dream(lesson, dream["lesson"], number, DREAMT)
         losses = others_loss(others, lesson, generator)
         optimizer.zero_grad()
         losses["loss"].sum().backward()
@@ -1793,26 +1751,11 @@ def learn_others(args, others, replay, dream, optimizer, generator):
     return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
 
 
-def add_dream(lesson, dream, number, count):
-    """A lesson [P, T, B, ..] with the next `count` imagined games beside it, whose goals in hindsight are not
-    known."""
-    first = number * count % dream["x"].shape[2]
-    games = slice(first, first + count)
-    part = {key: dream[key][:, :, games] for key in ("x", "action", "seen")}
-    part |= {"weight": part["seen"], "memory": dream["memory"][:, games]}
-    joined = {key: torch.cat([lesson[key], part[key]], 1 if key == "memory" else 2) for key in part}
-    many, known = part["seen"].shape[2], torch.ones(lesson["seen"].shape[2], device=lesson["x"].device)
-    goals = [key for key in ("goal_mean", "goal_logvar") if key in lesson]
-    joined |= {key: F.pad(lesson[key], (0, 0, 0, many)) for key in goals}
-    return joined | {"goal_known": F.pad(known, (0, many))}
-
-
 def join(real, dream):
     """Real and imagined steps side by side: dict of [T, L, B, ...]. Imagined ones were not searched."""
     real = real["policy"]
     if dream is None:
         return real
-    dream = dream["policy"]
     targets = {"target": dream["told"].new_zeros(*dream["actions"].shape, NUM_ACTIONS),
                "searched": torch.zeros_like(dream["ended"])}
     return {key: torch.cat([real[key], (dream | targets)[key]], 2) for key in real}
@@ -2245,7 +2188,7 @@ def play_meetings(args, saved, seat, learner, seed):
         if args.adapt_moa:
             real = play_steps(table, returns, args.num_steps, args.search)
             replay.add(real)
-            learn_others(args, others, replay, None, optimizer, generator)
+            learn_others(args, others, replay, optimizer, generator)
             rewards, overs = real["reward"][:, seat], real["over"]
         else:
             out = table.play(table.act(args.search))

@@ -701,20 +701,18 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight, where that is known. Both the goal in hindsight and a draw from the
-    belief are to tell the action.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
-    x, action, shape = lesson["x"], lesson["action"], lesson["x"].shape[:3]
+    x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
     losses = {"hypotheses_loss": -masked_mean(likely, weight)}
     if "goal_mean" in lesson:
-        known = lesson.get("goal_known", weight.new_ones(())).expand(shape).flatten(1)
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight * known)
-        told = (torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT) & (known > 0)
+        losses["inference_loss"] = masked_mean(distance, weight)
+        told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
     losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)

@@ -423,24 +423,30 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
         for part in networks.others.parameters():
             part.add_(0.1 * torch.randn(part.shape))
     imagination = script.Imagination(args, table, script.Replay(args, table, record))
-    num, split = imagination.num, imagination.num - imagination.strange
-    assert (num, split) == (8, 2)
-    seen, think = [], imagination.think
+    num = imagination.shape[1]
+    assert imagination.shape == (2, 8)
+    seen, moves, think, remember = [], [], imagination.think, networks.others.remember
 
     def spy():
         answer = think()
-        seen.append((imagination.memory.clone(), imagination.types.clone(), answer))
+        x = table.views.look(imagination.state).unflatten(1, imagination.shape)
+        seen.append((imagination.memory.clone(), imagination.types.clone(), x, answer))
         return answer
 
+    def spy_on_moves(memory, tables, action, there):
+        moves.append((action, there))
+        return remember(memory, tables, action, there)
+
     imagination.think = spy
-    kept, met = 0, 0
+    kept, met, known = 0, 0, networks.known
     for _ in range(3):
-        real = script.play_steps(table, returns(args), 12, "none")
-        seen.clear()
-        dream = imagination.play(real, 12)
-        steps, lesson = dream["policy"], dream["lesson"]
+        seen.clear(), moves.clear()
+        monkeypatch.setattr(networks.others, "remember", spy_on_moves)
+        steps = imagination.play(12)
+        monkeypatch.setattr(networks.others, "remember", remember)
         for t in range(12):
-            memory, types, (x, told, _, _, chances, _) = seen[t]
+            memory, types, x, (own, told, _, _, chances, _) = seen[t]
+            assert torch.equal(own, x[0])
             for hop in range(hops):
                 for game in range(num):
                     for other in range(others):
@@ -450,35 +456,20 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
                             _, hidden, tables = networks.others.look(view)
                             mean, _ = networks.others.read(memory[:, game:game + 1], hidden)
                             assert torch.allclose(told[hop, game, other * dim:(other + 1) * dim], mean[pair, 0], atol=1e-4)
-                            model, own = (networks.others, slice(None)) if game < split else (networks.known, slice(0, 1))
-                            first, hidden, _ = model.look(view[own])
-                            kind = types[own, game:game + 1] if game < split else types[pair, game][None, None]
-                            goal, _ = model.read(kind, hidden)
-                            expected = model.act(first + goal @ model.goal, table.views.mask(view[own])).exp()
-                        expected = expected[pair if game < split else 0, 0]
+                            first, hidden, _ = known.look(view[:1])
+                            goal, _ = known.read(types[pair, game][None, None], hidden)
+                            expected = known.act(first + goal @ known.goal, table.views.mask(view[:1])).exp()[0, 0]
                         assert torch.allclose(chances[pair, game], expected, atol=1e-4)
                         after, after_types = seen[t + 1][0][pair, game], seen[t + 1][1][pair, game]
                         over = bool(steps["ended"][t, hop, game])
                         if not over:
                             assert torch.equal(after_types, types[pair, game])
-                        if game >= split:
-                            action, there = (lesson[key][pair, t, game - split] for key in ("action", "seen"))
-                            follows = networks.others.remember(memory[:, game:game + 1], tables, action.expand(4, 1),
-                                                               there.expand(4, 1))[pair, 0]
-                            new = torch.equal(after, networks.others.start(1)[pair, 0])
-                            assert new or torch.allclose(after, follows, atol=1e-4)
-                            met, kept = met + (over and new), kept + (over and not new)
-                            assert torch.equal(lesson["x"][pair, t, game - split], x[1 + other, hop, game])
+                        action, there = (part[pair, game] for part in moves[t])
+                        follows = remember(memory[:, game:game + 1], tables, action.expand(4, 1), there.expand(4, 1))[pair, 0]
+                        new = torch.equal(after, networks.others.start(1)[pair, 0])
+                        assert new or torch.allclose(after, follows, atol=1e-4)
+                        met, kept = met + (over and new), kept + (over and not new)
     assert met > 10 and kept > 10
-
-
-@pytest.mark.parametrize("share, met", [(0.0, 0), (0.5, 4), (1.0, 7)])  # one game at least goes on from a real one
-def test_a_share_of_the_imagined_games_is_with_strangers(tmp_path, share, met):
-    args = flags(tmp_path, strangers=share)
-    run = script.Run(args)
-    real = script.play_steps(run.table, run.returns, 16, "none")
-    dream = run.imagination.play(real, 16)
-    assert dream["lesson"]["x"].shape[2] == met and dream["policy"]["actions"].shape == (16, 4, 8)
 
 
 # ----------------------------------------------------------------------------------------- learning
@@ -583,7 +574,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
     {"search_model": "learned"},
     {"players": ("ns", "hop", "ns", "ns"), "goals": "zero", "search": "none", "imagined_per_real": 0.0, "num_simulations": 16,
      "eval_episodes": script.Args.eval_episodes, "search_model": "learned"},
-    {"players": ("hop", "hop"), "search": "one-step", "height": 5, "width": 4, "max_blocks": 1, "hares": 2, "strangers": 0.0},
+    {"players": ("hop", "hop"), "search": "one-step", "height": 5, "width": 4, "max_blocks": 1, "hares": 2},
     {"players": ("hop", "ns", "mix:nh,random", "hop"), "selector": "min", "moa_samples": "rewarded", "num_trees": 1,
      "imagined_per_real": 0.0},
     {"goals": "zero"},
@@ -887,7 +878,6 @@ def test_what_another_version_began_is_not_resumed(tmp_path):
     ({"search": "none", "beta": 3.0}, "--beta 3.0 means nothing with --search none"),
     ({"meetings": 3}, "--meetings 3 means nothing with --mode train"),
     ({"imagined_per_real": 0.0, "clip_coef": 0.1}, "--clip-coef 0.1 means nothing with --imagined-per-real 0"),
-    ({"imagined_per_real": 0.0, "strangers": 0.5}, "--strangers 0.5 means nothing with --imagined-per-real 0"),
     ({"search_model": "rules", "world_model_checkpoint": "x"}, "--world-model-checkpoint x means nothing with --search-model rules"),
     ({"mode": "watch", "checkpoint": "x", "total_timesteps": 5}, "--total-timesteps 5 means nothing with --mode watch"),
     ({"mode": "adapt", "checkpoint": "x", "num_steps": 5}, "--num-steps 5 means nothing with --mode adapt without --adapt-moa"),
