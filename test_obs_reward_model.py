@@ -593,7 +593,7 @@ def roll_out(model, rows, starts, steps, args):
 
 def tables_exact(model, rows):
     """The share of rows whose next state, reward and end are all right in the tables that a search uses."""
-    tables = model.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    tables = WorldTables(model, rows["height"], rows["width"], len(rows["cell"]))
     state, reward, over = tables.step(rows, rows["actions"])
     right = (state["cell"] == rows["next_cell"]).all(0) & (state["board"] == rows["next_board"]).all(0)
     right &= (reward - rows["reward"][0]).abs() <= 0.01
@@ -1144,11 +1144,6 @@ class WorldModel(nn.Module):
         left = torch.where(left == ONE_LESS, steps_left - 1, left)
         return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1],
                 "steps_left": left}
-
-    @torch.no_grad()
-    def tabulate(self, height, width, num_players):
-        """The same model for one board, looked up instead of computed. -> WorldTables"""
-        return WorldTables(self, height, width, num_players)
 
 
 class WorldTables:

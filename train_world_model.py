@@ -31,7 +31,6 @@ import contextlib
 import dataclasses
 import hashlib
 import io
-import itertools
 import json
 import math
 import os
@@ -1014,94 +1013,6 @@ class WorldModel(nn.Module):
         return {"view": planes, "reward": reward, "terminated": end[:, 0], "over": end[:, 1],
                 "steps_left": left}
 
-    @torch.no_grad()
-    def tabulate(self, height, width, num_players):
-        """The same model for one board, looked up instead of computed. -> WorldTables"""
-        return WorldTables(self, height, width, num_players)
-
-
-class WorldTables:
-    """A WorldModel's answers to every token that a board can hold: states in, states out, as a search asks.
-
-    A row is (multiset of the others' actions, prey and moves of the cell, own action); the last one is for
-    players that have left. A player goes where it is likeliest to go; prey is gone if anybody on its cell
-    says so.
-    """
-
-    def __init__(self, model, height, width, num_players):
-        if num_players > MOST_PLAYERS:
-            raise Refused(f"--num-players {num_players} is more than the {MOST_PLAYERS} of a world model")
-        device, n = model.rewards.device, num_players
-        self.cells, self.rewards = height * width, model.rewards
-        self.reach = F.pad(neighbours(height, width, device).T, (0, 0, 0, 1), value=self.cells).flatten()
-        token = self.tabulate_tokens(n, torch.arange(NUM_ACTIONS, device=device))
-        parts = [model.read(part) for part in token.split(1 << 15)]
-        places, prey, pay = (torch.cat(part) for part in zip(*parts))
-        absent = lambda table, value: F.pad(table, (0, 1), value=value)
-        self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
-        stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
-        self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.gives = bool(model.gives)
-        own, gift = (pay * model.scale).T.contiguous()
-        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
-
-        self.times = CLOCK_LEVELS[-1] + 1
-        number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left
-        left = number // self.times**2 >> torch.arange(4, device=device)[:, None] & 1 > 0
-        clock, steps_left = number // self.times % self.times, number % self.times
-        self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
-        number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
-        self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
-        self.hurries = bool((self.left != ONE_LESS).any())
-
-    def tabulate_tokens(self, n, actions):
-        """Tables that lead to the rows, and the token of each row: [rows]."""
-        sets = [members for others in range(n)
-                for members in itertools.combinations_with_replacement(range(NUM_ACTIONS), others)]
-        count = torch.tensor([[members.count(a) for a in range(NUM_ACTIONS)] for members in sets]).to(actions)
-        power = n**actions  # the powers of the others' actions add up to a number that tells the set
-        self.power = power.to(torch.int16 if n**NUM_ACTIONS < 2**15 else torch.int32)
-        ground = torch.arange(64, device=actions.device)  # moves, stag, hare
-        self.first = torch.zeros(n**NUM_ACTIONS, dtype=torch.int32, device=actions.device)
-        first = torch.arange(len(sets), dtype=torch.int32, device=actions.device) * (64 * NUM_ACTIONS)
-        self.first[(count * power).sum(1)] = first
-        legal = ground & 15 | STAY_BIT | ground >> 4 << HUNT_STAG
-        others = (count << 10 + 3 * actions).sum(1)
-        token = (others[:, None, None] + (legal << 3)[:, None] + actions).flatten()
-        self.absent = len(token)
-        return token
-
-    def step(self, state, actions):
-        """A joint move [N, B], ego first. -> the next state, the ego's reward [B], and where its own game or
-        the episode is over [B]"""
-        cell, board, clock = state["cell"], state["board"], state["clock"]
-        legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
-        power = look_up(self.power, actions.int())
-        others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
-        ground = (legal & 15) + (legal >> HUNT_STAG << 4)
-        row = look_up(self.first, others.int()) + ground.int() * NUM_ACTIONS + actions.int()
-        row = torch.where(small < self.cells, row, self.absent)
-
-        reward = look_up(self.own, row[0])
-        if self.gives:
-            given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
-            reward = settle(reward + given * (small[0] < self.cells), self.rewards)
-        kept = legal & look_up(self.kept, row)
-        board = board.scatter_reduce(0, cell, kept, "amin")
-        cell = look_up(self.reach, look_up(self.place, row) + cell)
-
-        own, left = what_is_left(cell, board)
-        number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
-        for time in (clock, state["deadline"] - clock):
-            number = number * self.times + time.clamp(0, self.times - 1)
-        over, deadline = look_up(self.over, number), state["deadline"]
-        if self.hurries:
-            steps_left = (deadline - clock).clamp(0, self.times - 1)
-            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
-            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
-        return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
-                "deadline": deadline}, reward, over
-
 
 # ======================================================================================== game
 
@@ -1645,13 +1556,6 @@ def load_checkpoint(path, asked, device="cpu"):
     if not isinstance(checkpoint, dict) or "script" not in checkpoint:
         raise Refused(f"{asked}: {path} is no checkpoint of these scripts")
     return checkpoint
-
-
-def check_weights(weights, asked):
-    """Refuses weights that no player and no model can have."""
-    for name, value in weights.items():
-        if value.is_floating_point() and not value.isfinite().all():
-            raise Refused(f"{asked}: the weights {name} are not all finite numbers")
 
 
 def print_table(title, rows):

@@ -61,7 +61,7 @@ def calls(model, board, batch):
     """What is measured: {name: function}."""
     rows = script.collect(board, batch, seed=1)
     height, width, players = board["height"], board["width"], board["num_players"]
-    tables = model.tabulate(height, width, players)
+    tables = tester.WorldTables(model, height, width, players)
     view, actions, left = script.views_of(rows), rows["actions"], rows["deadline"] - rows["clock"]
     game = script.BatchedStagHunt(batch, **board)
 

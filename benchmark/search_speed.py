@@ -121,7 +121,7 @@ def main(args):
     table, many = script.Table(flags, flags.num_envs, 1), flags.num_envs
     state, generator = script.ego_first(table.game.state(), table.order), torch.Generator().manual_seed(1)
     told, goals = torch.randn(4, many, 3 * flags.goal_dim), torch.randn(12, many, flags.goal_dim)
-    world = script.warm_up_world(flags)[0].tabulate(flags.height, flags.width, 4)
+    world = script.WorldTables(script.warm_up_world(flags)[0], flags.height, flags.width, 4)
     with torch.no_grad():
         rows = {}
         for name, model in (("batched, rules", table.model), ("batched, world model", world)):

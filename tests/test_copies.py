@@ -1,7 +1,9 @@
 """The copies are the same, each script runs alone, and tests/copies.py sees what it should and repairs it."""
 
+import ast
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -84,6 +86,26 @@ def test_this_project_keeps_its_copies_the_same(capsys):
 def test_command_line():
     done = subprocess.run([sys.executable, str(ROOT / "tests" / "copies.py")], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def named(tree):
+    """The names of all functions, methods, classes, imports and constants of a script."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            yield node.name
+    for node in tree.body:
+        if isinstance(node, ast.Assign):
+            yield from (target.id for target in node.targets if isinstance(target, ast.Name))
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+
+
+@each_script
+def test_a_script_holds_nothing_that_it_never_calls(script):
+    text = script.read_text(encoding="utf-8")
+    words = re.findall(r"\w+", text)
+    idle = {name for name in named(ast.parse(text)) if words.count(name) < 2 and not name.startswith("__")}
+    assert not idle
 
 
 @each_script

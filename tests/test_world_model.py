@@ -226,7 +226,7 @@ def test_the_tables_are_the_networks(text, gives):
     rows = script.collect(board(text), 3000, 8, gathered=0.5)
     net = random_model(1)
     net.gives.fill_(gives)
-    tables = net.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    tables = tester.WorldTables(net, rows["height"], rows["width"], len(rows["cell"]))
     assert tables.gives == gives
     state, reward, over = tables.step(state_of(rows), rows["actions"])
     out = predict(net, rows)
@@ -253,7 +253,7 @@ def test_the_tables_are_the_networks(text, gives):
 @pytest.mark.parametrize("text", BOARDS)
 def test_the_tables_of_a_trained_model_are_its_forward(model, text):
     rows = script.collect(board(text), 3000, 8, gathered=0.5)
-    tables = model.tabulate(rows["height"], rows["width"], len(rows["cell"]))
+    tables = tester.WorldTables(model, rows["height"], rows["width"], len(rows["cell"]))
     assert not tables.gives  # nobody gives anything in this game
     state, reward, over = tables.step(state_of(rows), rows["actions"])
     out = predict(model, rows)
@@ -267,7 +267,7 @@ def test_a_step_leaves_the_state_before_as_it_is(model):
     rows = script.collect(board("4x4"), 500, 8, gathered=0.5)
     state = state_of(rows)
     before = {name: part.clone() for name, part in state.items()}
-    model.tabulate(4, 4, 4).step(state, rows["actions"])
+    tester.WorldTables(model, 4, 4, 4).step(state, rows["actions"])
     assert all(torch.equal(part, state[name]) for name, part in before.items())
 
 
@@ -332,7 +332,7 @@ def test_another_game_is_learned_as_well(tmp_path, changes):
     assert check["exact"] >= 0.999 and check["reward_exact"] >= 0.98
     other = script.measure(net, script.collect(board("4x4"), 5000, 13))
     assert min(other["exact"], other["reward_exact"]) < 0.999
-    assert net.tabulate(4, 4, 4).gives == changes.get("prosocial", False)
+    assert tester.WorldTables(net, 4, 4, 4).gives == changes.get("prosocial", False)
     assert tester.tables_exact(net, rows) >= 0.98
 
 
