@@ -27,7 +27,6 @@ RUNS = {
     "one-step": "--search one-step",
     "one-tree": "--num-trees 1",
     "no-imagination": "--imagined-per-real 0",
-    "no-strangers": "--strangers 0",
     "no-prize-floor": "--prize-floor inf",
     "goals-zero": "--goals zero",
     "selector-min": "--selector min",
