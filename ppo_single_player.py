@@ -2071,14 +2071,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
+    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    write_file(path, file.getvalue())
-    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
-                            height=frames[0].height)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 

@@ -1094,17 +1094,28 @@ def write_pictures(folder, writer, results, evaluation, samples):
         "goal_map": draw_goal_map(each, samples["caught"][samples["game"]])}
     if results["history"]:
         pictures["losses"] = draw_losses(results["history"])
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
     for name, picture in pictures.items():
-        canvas = FigureCanvasAgg(picture)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-        writer.add_image(name, pixels, results["epochs"], dataformats="HWC")
-        file = io.BytesIO()
-        picture.savefig(file)
-        write_file(os.path.join(folder, "pictures", f"{name}.png"), file.getvalue())
+        path = os.path.join(folder, "pictures", f"{name}.png")
+        add_figure(writer, name, picture, results["epochs"], path)
+
+
+def add_figure(writer, tag, picture, step, path):
+    """Writes a figure of Matplotlib as a PNG into the run folder and TensorBoard."""
+    file = io.BytesIO()
+    picture.savefig(file, format="png")
+    size = (round(inches * picture.dpi) for inches in picture.get_size_inches())
+    add_image(writer, tag, file.getvalue(), size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
+    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
 # ==================================================================================== views
