@@ -36,7 +36,7 @@ ACTIONS = ("up", "down", "left", "right", "stay", "hunt stag", "hunt hare")
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the cases to run (default: all)"""
+    """names of the cases to run; none given: all"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds of each case"""
     folder: str = os.path.join("runs", "benchmark-vae")

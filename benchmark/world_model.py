@@ -44,7 +44,7 @@ MODELS = {
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the models to train (default: all)"""
+    """names of the models to train; none given: all"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds of each model"""
     folder: str = os.path.join("runs", "benchmark-world-model")

@@ -47,7 +47,7 @@ class Args:
     runs_dir: str = "runs"
     """folder under which the check has its own folder"""
     run_name: str | None = None
-    """name of that folder (default: players, board, seed and time)"""
+    """name of that folder; without it: players, board, seed and time"""
 
     height: int = 4
     """rows of the board"""
