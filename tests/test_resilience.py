@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+import torch.utils.tensorboard  # here, so that no trial needs to import it
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, os.path.join(ROOT, "benchmark"))
