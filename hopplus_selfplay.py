@@ -55,6 +55,7 @@ The file from top to bottom, in the order in which things happen:
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import itertools
@@ -148,7 +149,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
+    """name of the run's folder; without it: board, script, seed and time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
@@ -176,7 +177,7 @@ class GameArgs:
     time_reward: float = 0.0
     """added at each step to the reward of every player that is present"""
     strengths: tuple[float, ...] | None = None
-    """one number for each player: a stag is split in proportion to them (default: equally)"""
+    """one number for each player: a stag is split in proportion to them; without, equally"""
     prosocial: bool = False
     """each player gets the mean of all players' rewards instead of its own"""
     dynamic_final_time: bool = False
@@ -751,6 +752,8 @@ def report(args, folder, run, log):
     lines += [[kind, key, *(f"{share:.3f}" for share in scores[key].values())]
               for kind, scores in results["moa"].items() for key in ("share", "recall", "recall_ceiling")]
     log.writer.add_text("moa/recall_by_action", "\n".join(f"|{'|'.join(line)}|" for line in lines))
+    drawn = os.path.join(folder, "pictures", "models_of_others.png")
+    add_figure(log.writer, "models_of_others", draw_models(results["moa"]), run.timesteps, drawn)
     measured += steps
     if args.search_model == "learned":
         results["world_model"], steps = score_world(args, table.model)
@@ -765,6 +768,7 @@ def report(args, folder, run, log):
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
           f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}, "
           f"the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
+    print(f"What they predict of one another, as a picture: {drawn}")
     seats = {"players": args.players} if args.players != Args.players else {}
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
     print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
@@ -1890,7 +1894,8 @@ def score_models(table, real, draws=4):
     """How well the models of others predict, beside the best that one could do: dict of [P].
 
     real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B], and gets by_action [P, 7]: the
-    share of each action, and its recall, the mean probability predicted where it is taken. top1 is the true
+    share of each action, the mean probability predicted for it, and its recall, that predicted where it is
+    taken; and where [P, 7, 7], what is predicted of all actions where each is taken. top1 is the true
     probability of the action held most likely. Where the true ones are not known (players from files) scores
     are nan.
     """
@@ -1915,7 +1920,9 @@ def score_models(table, real, draws=4):
     known = table.known()[pairs]
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
     recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
-    real["by_action"] = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9),
+    where = (truth * weight[..., None]).mT @ predicted / taken[..., None].clamp(min=1e-9)
+    real["by_action"] = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9), "where": where,
+                         "predicted": (where * taken[..., None]).sum(1) / weight.sum(1)[:, None].clamp(min=1),
                          "recall": recall(predicted), "recall_ceiling": recall(truth)}
     return {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
 
@@ -1932,8 +1939,8 @@ def report_models(args, table, decisions=2_000, searches=16):
     """The models of others on fresh games; what a searching player does is averaged over repeated searches.
 
     The decisions are every sixth step of meetings, so that they come from all parts of an episode, and from
-    later episodes as well as from the first. -> for results.json, by kind of player and by pair of players;
-    true-game steps played
+    later episodes as well as from the first. Of players from files what they did stands for their chances.
+    -> for results.json, by kind of player and by pair of players; true-game steps played
     """
     fresh = Table(args, args.num_envs, args.seed + 2_000_000, table.networks, table.model)
     steps, found, played = [], 0, 0
@@ -1944,7 +1951,8 @@ def report_models(args, table, decisions=2_000, searches=16):
         if args.search != "none":
             again = [fresh.plan(seen, args.search)[0].exp() for _ in range(searches - 1)]
             seen["true_probs"][fresh.seats] = (seen["improved"].exp() + sum(again)) / searches
-        out = fresh.play(seen)
+        out, unknown = fresh.play(seen), ~fresh.known()
+        seen["true_probs"][unknown] = F.one_hot(out["action"][unknown].long(), NUM_ACTIONS).float()
         played += 6 * args.num_envs
         steps.append({**seen, **out})
         found += int(out["present"][fresh.seats].sum())
@@ -1956,11 +1964,14 @@ def report_models(args, table, decisions=2_000, searches=16):
     for kind, pairs in fresh.pairs_by_kind().items():
         means = {key: value[pairs].mean().item() for key, value in scores.items()}
         results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
-        share = data["by_action"]["share"][pairs]
-        by_action = {"share": share.mean(0)}
+        share, named = data["by_action"]["share"][pairs], lambda values: dict(zip(ACTIONS, values))
+        by_action = {"share": share.mean(0), "predicted": data["by_action"]["predicted"][pairs].mean(0)}
         for key in ("recall", "recall_ceiling"):
             by_action[key] = (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
-        results[kind] |= {key: dict(zip(ACTIONS, value.tolist())) for key, value in by_action.items()}
+        results[kind] |= {key: named(value.tolist()) for key, value in by_action.items()}
+        where = (data["by_action"]["where"][pairs] * share[..., None]).sum(0)
+        where = where / share.sum(0)[:, None].clamp(min=1e-9)
+        results[kind]["predicted_where_taken"] = named(map(named, where.tolist()))
         rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
     by_pair = {}
@@ -1971,6 +1982,39 @@ def report_models(args, table, decisions=2_000, searches=16):
             "loss": None if math.isnan(loss) else loss, "hits": None if math.isnan(hits) else hits,
             "recall": {action: part for action, part, met in zip(ACTIONS, recall, share) if met > 0}}
     return results, by_pair, played
+
+
+def draw_models(moa):
+    """A picture of what report_models tells by kind of player: what is predicted where each action is taken,
+    and how often each is taken and is predicted over all."""
+    from matplotlib.figure import Figure  # here, for only pictures need it
+
+    ticks, picture = range(NUM_ACTIONS), Figure((10.5, 0.5 + 4.2 * len(moa)), layout="constrained", dpi=100)
+    picture.suptitle("What the HOP+ players predict of the others, on fresh games")
+    for (kind, scores), (left, right) in zip(moa.items(), picture.subplots(len(moa), 2, squeeze=False)):
+        name = os.path.basename(kind)  # of a player from a file
+        left.set(title=f"of {name}: where it takes an action", ylabel="taken")
+        left.set_xlabel("predicted, mean chance in %")
+        right.set(title=f"of {name}: in all its steps", ylabel="% of the steps")
+        chances = [[100 * chance if scores["share"][action] > 1e-4 else math.nan for chance in row.values()]
+                   for action, row in scores["predicted_where_taken"].items()]
+        left.imshow(chances, cmap="Blues", vmin=0, vmax=100)
+        for row, column in itertools.product(ticks, ticks):
+            chance = chances[row][column]
+            text = f"{chance:.0f}" if chance >= 0 else "–"  # never taken
+            left.text(column, row, text, ha="center", va="center", color="white" if chance > 50 else "black")
+        left.set_yticks(ticks, ACTIONS)
+        for side, label, colour in ((-0.2, "share", "#8a8a8a"), (0.2, "predicted", "#0072b2")):
+            shares = [100 * share for share in scores[label].values()]
+            bars = right.bar([tick + side for tick in ticks], shares, 0.4, color=colour)
+            bars.set_label("taken" if label == "share" else "predicted, mean chance")
+            right.bar_label(bars, fmt="%.0f", fontsize=8)
+        right.margins(y=0.3)  # room for the legend
+        right.legend(loc="upper left", ncols=2, frameon=False)
+        right.spines[["top", "right"]].set_visible(False)
+        for axes in (left, right):
+            axes.set_xticks(ticks, ACTIONS, rotation=30, ha="right")
+    return picture
 
 
 @torch.no_grad()
@@ -3408,10 +3452,11 @@ def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    saved = read_config(args)
+    saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
-        if given in (field.default, before) or field.name == "resume":
+        left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
+        if left_out or given == before or field.name == "resume":
             continue
         if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
@@ -3812,14 +3857,27 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
+    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+
+
+def add_figure(writer, tag, picture, step, path):
+    """Writes a figure of Matplotlib as a PNG into the run folder and TensorBoard."""
+    file = io.BytesIO()
+    picture.savefig(file, format="png")
+    size = (round(inches * picture.dpi) for inches in picture.get_size_inches())
+    add_image(writer, tag, file.getvalue(), size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    write_file(path, file.getvalue())
-    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
-                            height=frames[0].height)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
@@ -3848,7 +3906,12 @@ def read_flags(args_class):
         if not end.code:  # --help
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
-        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+        line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+            known = [flag(field.name) for field in dataclasses.fields(args_class)]
+            near = difflib.get_close_matches(wrong[1], known, 1)
+            line += f"; did you mean {near[0]}?" if near else ""
+        raise Refused(line) from end
 
 
 def run_script(args_class, main):

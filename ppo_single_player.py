@@ -37,6 +37,7 @@ Letters in shapes:
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import itertools
@@ -126,7 +127,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
+    """name of the run's folder; without it: board, script, seed and time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
@@ -154,7 +155,7 @@ class GameArgs:
     time_reward: float = 0.0
     """added at each step to the reward of every player that is present"""
     strengths: tuple[float, ...] | None = None
-    """one number for each player: a stag is split in proportion to them (default: equally)"""
+    """one number for each player: a stag is split in proportion to them; without, equally"""
     prosocial: bool = False
     """each player gets the mean of all players' rewards instead of its own"""
     dynamic_final_time: bool = False
@@ -174,7 +175,7 @@ class RunArgs:
 @dataclass
 class MeetingArgs:
     meeting_episodes: int | None = None
-    """episodes of a meeting, a row of episodes with the same players (default: 1, with --mode adapt 20)"""
+    """episodes of a meeting, a row of episodes with the same players; without it 1, with --mode adapt 20"""
     meetings: int = 500
     """--mode adapt: meetings in each seat"""
 
@@ -188,7 +189,7 @@ class LearningArgs:
     num_steps: int = 32
     """steps of each game between two updates (with --buffer transitions)"""
     buffer_size: int | None = None
-    """steps that the episode buffer holds (default with --buffer episodes: 5000)"""
+    """steps that the episode buffer holds; without it, --buffer episodes takes 5000"""
     hidden_size: int = 64
     """units in each of the two hidden layers"""
     learning_rate: float = 2.5e-3
@@ -215,7 +216,7 @@ class LearningArgs:
     """rewards are multiplied by this for learning; whatever is logged is in the units of the game"""
     prize_floor: float | None = None
     """advantages are divided by the return expected plus this: prizes count by how they compare, not by their
-    size (default: they are left as they are)"""
+    size; without it they are left as they are"""
     max_grad_norm: float = 0.5
     """gradients of a learner longer than this are shortened to it"""
 
@@ -1667,10 +1668,11 @@ def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    saved = read_config(args)
+    saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
-        if given in (field.default, before) or field.name == "resume":
+        left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
+        if left_out or given == before or field.name == "resume":
             continue
         if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
@@ -2071,14 +2073,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
+    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    write_file(path, file.getvalue())
-    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
-                            height=frames[0].height)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
@@ -2107,7 +2114,12 @@ def read_flags(args_class):
         if not end.code:  # --help
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
-        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+        line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+            known = [flag(field.name) for field in dataclasses.fields(args_class)]
+            near = difflib.get_close_matches(wrong[1], known, 1)
+            line += f"; did you mean {near[0]}?" if near else ""
+        raise Refused(line) from end
 
 
 def run_script(args_class, main):

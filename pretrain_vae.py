@@ -44,6 +44,7 @@ A sample is one player's view and action in a step in which it is on the board.
 import contextlib
 import csv
 import dataclasses
+import difflib
 import hashlib
 import io
 import json
@@ -131,7 +132,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
+    """name of the run's folder; without it: board, script, seed and time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
@@ -159,7 +160,7 @@ class GameArgs:
     time_reward: float = 0.0
     """added at each step to the reward of every player that is present"""
     strengths: tuple[float, ...] | None = None
-    """one number for each player: a stag is split in proportion to them (default: equally)"""
+    """one number for each player: a stag is split in proportion to them; without, equally"""
     prosocial: bool = False
     """each player gets the mean of all players' rewards instead of its own"""
     dynamic_final_time: bool = False
@@ -179,7 +180,7 @@ class RunArgs:
 @dataclass
 class SampleArgs:
     shares: tuple[float, ...] | None = None
-    """how often each kind of the mix is drawn, in proportion (default: equally)"""
+    """how often each kind of the mix is drawn, in proportion; without it, equally"""
     held_out_episodes: int = 1_500
     """other episodes, to score on"""
     moa_samples: Literal["present", "rewarded"] = "present"
@@ -1092,17 +1093,28 @@ def write_pictures(folder, writer, results, evaluation, samples):
         "goal_map": draw_goal_map(each, samples["caught"][samples["game"]])}
     if results["history"]:
         pictures["losses"] = draw_losses(results["history"])
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
     for name, picture in pictures.items():
-        canvas = FigureCanvasAgg(picture)
-        canvas.draw()
-        pixels = np.asarray(canvas.buffer_rgba())[..., :3]
-        writer.add_image(name, pixels, results["epochs"], dataformats="HWC")
-        file = io.BytesIO()
-        picture.savefig(file)
-        write_file(os.path.join(folder, "pictures", f"{name}.png"), file.getvalue())
+        path = os.path.join(folder, "pictures", f"{name}.png")
+        add_figure(writer, name, picture, results["epochs"], path)
+
+
+def add_figure(writer, tag, picture, step, path):
+    """Writes a figure of Matplotlib as a PNG into the run folder and TensorBoard."""
+    file = io.BytesIO()
+    picture.savefig(file, format="png")
+    size = (round(inches * picture.dpi) for inches in picture.get_size_inches())
+    add_image(writer, tag, file.getvalue(), size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    os.makedirs(os.path.dirname(path), exist_ok=True)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
+    writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
 # ==================================================================================== views
@@ -1720,10 +1732,11 @@ def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    saved = read_config(args)
+    saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
-        if given in (field.default, before) or field.name == "resume":
+        left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
+        if left_out or given == before or field.name == "resume":
             continue
         if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
@@ -1964,7 +1977,12 @@ def read_flags(args_class):
         if not end.code:  # --help
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
-        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+        line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+            known = [flag(field.name) for field in dataclasses.fields(args_class)]
+            near = difflib.get_close_matches(wrong[1], known, 1)
+            line += f"; did you mean {near[0]}?" if near else ""
+        raise Refused(line) from end
 
 
 def run_script(args_class, main):

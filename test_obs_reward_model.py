@@ -28,6 +28,7 @@ Letters in shapes:
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import itertools
@@ -102,7 +103,7 @@ class FirstArgs:
     data: str | None = None
     """.npz file of rows to test on, instead of play on the board of the flags"""
     num_players: int | None = None
-    """players on the board (default: as the model was trained)"""
+    """players on the board; without it, as the model was trained"""
     rows: int = 50_000
     """rows to play"""
     rollouts: int = 2000
@@ -114,7 +115,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
+    """name of the run's folder; without it: board, script, seed and time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
@@ -142,7 +143,7 @@ class GameArgs:
     time_reward: float = 0.0
     """added at each step to the reward of every player that is present"""
     strengths: tuple[float, ...] | None = None
-    """one number for each player: a stag is split in proportion to them (default: equally)"""
+    """one number for each player: a stag is split in proportion to them; without, equally"""
     prosocial: bool = False
     """each player gets the mean of all players' rewards instead of its own"""
     dynamic_final_time: bool = False
@@ -1712,14 +1713,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
+    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+
+
+def add_image(writer, tag, content, size, step, path):
+    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     os.makedirs(os.path.dirname(path), exist_ok=True)
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    write_file(path, file.getvalue())
-    picture = Summary.Image(encoded_image_string=file.getvalue(), width=frames[0].width,
-                            height=frames[0].height)
+    write_file(path, content)
+    width, height = size
+    picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 
 
@@ -1748,7 +1754,12 @@ def read_flags(args_class):
         if not end.code:  # --help
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
-        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+        line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+            known = [flag(field.name) for field in dataclasses.fields(args_class)]
+            near = difflib.get_close_matches(wrong[1], known, 1)
+            line += f"; did you mean {near[0]}?" if near else ""
+        raise Refused(line) from end
 
 
 def run_script(args_class, main):

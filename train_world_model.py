@@ -29,6 +29,7 @@ Letters in shapes:
 
 import contextlib
 import dataclasses
+import difflib
 import hashlib
 import io
 import json
@@ -116,7 +117,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder (default: board, script, seed and time)"""
+    """name of the run's folder; without it: board, script, seed and time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
@@ -144,7 +145,7 @@ class GameArgs:
     time_reward: float = 0.0
     """added at each step to the reward of every player that is present"""
     strengths: tuple[float, ...] | None = None
-    """one number for each player: a stag is split in proportion to them (default: equally)"""
+    """one number for each player: a stag is split in proportion to them; without, equally"""
     prosocial: bool = False
     """each player gets the mean of all players' rewards instead of its own"""
     dynamic_final_time: bool = False
@@ -1346,10 +1347,11 @@ def resolve_flags(args, free=("total_timesteps",)):
     """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
     if args.resume is None:
         return args
-    saved = read_config(args)
+    saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
-        if given in (field.default, before) or field.name == "resume":
+        left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
+        if left_out or given == before or field.name == "resume":
             continue
         if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
@@ -1583,7 +1585,12 @@ def read_flags(args_class):
         if not end.code:  # --help
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
-        raise Refused(" ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")) from end
+        line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+            known = [flag(field.name) for field in dataclasses.fields(args_class)]
+            near = difflib.get_close_matches(wrong[1], known, 1)
+            line += f"; did you mean {near[0]}?" if near else ""
+        raise Refused(line) from end
 
 
 def run_script(args_class, main):

@@ -50,7 +50,7 @@ STRANGERS |= {"full": (*ALL, "ns nh nh"), "scarce": ALL, "scarce-goals-zero": AL
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the runs to make (default: all)"""
+    """names of the runs to make; none given: all"""
     seeds: tuple[int, ...] = (1, 2)
     """seeds of each run"""
     folder: str = os.path.join("runs", "benchmark-ablations")

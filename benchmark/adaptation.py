@@ -64,7 +64,7 @@ SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """trained players of the table (default: all)"""
+    """trained players of the table; none given: all"""
     boards: tuple[str, ...] = tuple(BOARDS)
     """boards of the table"""
     seeds: tuple[int, ...] = (1, 2, 3)

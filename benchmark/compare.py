@@ -44,7 +44,7 @@ class Args:
     threshold: float = 2.85
     """the return whose first reaching is told; one of those that the runs have timed"""
     out: str | None = None
-    """file of the picture (default: compare.png beside the folder of the first run)"""
+    """file of the picture; without it, compare.png beside the folder of the first run"""
 
 
 @dataclasses.dataclass

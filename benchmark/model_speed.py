@@ -35,7 +35,7 @@ SECONDS = 0.4  # of each repeat
 @dataclasses.dataclass
 class Args:
     checkpoint: str = ""
-    """checkpoint.pt of train_world_model.py (default: one is trained in the folder)"""
+    """checkpoint.pt of train_world_model.py; without it, one is trained in the folder"""
     threads: int = 1
     """threads that PyTorch may use"""
     folder: str = os.path.join("runs", "benchmark-model-speed")

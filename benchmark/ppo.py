@@ -51,7 +51,7 @@ AMONG = {
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the runs to make (default: all)"""
+    """names of the runs to make; none given: all"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds of each run"""
     folder: str = os.path.join("runs", "benchmark-ppo")

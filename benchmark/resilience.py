@@ -53,9 +53,9 @@ SAID = ("go on with: python", "nothing was written", "is not complete")  # how t
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the claims to try (default: all)"""
+    """names of the claims to try; none given: all"""
     count: int | None = None
-    """trials of each claim and script (default: the full count)"""
+    """trials of each claim and script; without it, the full count"""
     folder: str = os.path.join("runs", "benchmark-resilience")
     """where the runs, the trials' outcomes and the table go"""
 

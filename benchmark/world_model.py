@@ -4,22 +4,20 @@
     python benchmark/world_model.py --only default --seeds 1 2 3
 
 Each training and each test is an ordinary run in `--folder`, by the scripts' own command lines. One that is finished is
-not run again, so the benchmark can be stopped and started at will; the tables are printed after each model and kept in
-`<folder>/world_model.md`.
+not run again, one that was stopped is resumed, and several machines that share the folder share the runs
+(benchmark/workers.py); the tables of what is there are printed after each run and kept in `<folder>/world_model.md`.
 """
 
 import dataclasses
-import json
 import os
 import statistics
-import subprocess
 import sys
 
 import tyro
 
-from ppo import any_unknown, keep
+from ppo import any_unknown, keep, results
+from workers import Run, check_workers, work
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 FEW = " --rows 10000 --rollouts 500"
 OWN_BOARD = {"4x4": ""}
 # model: (flags of train_world_model.py, {test: flags of test_obs_reward_model.py})
@@ -46,25 +44,33 @@ MODELS = {
 @dataclasses.dataclass
 class Args:
     only: tuple[str, ...] = ()
-    """names of the models to train (default: all)"""
+    """names of the models to train; none given: all"""
     seeds: tuple[int, ...] = (1, 2, 3, 4, 5)
     """seeds of each model"""
     folder: str = os.path.join("runs", "benchmark-world-model")
     """where the runs and the tables go"""
+    workers: int = 1
+    """runs side by side on this machine"""
 
 
-def run(script, folder, name, flags):
-    """Makes one run, or what is missing of it. -> its results"""
-    path = os.path.join(folder, name)
-    if not os.path.isfile(os.path.join(path, "results.json")):
-        resumes = os.path.isfile(os.path.join(path, "checkpoint.pt"))
-        if not resumes and os.path.isdir(path):  # begun, and stopped before there was anything to go on with
-            name += "-again"
-            return run(script, folder, name, flags)
-        where = ["--resume", path] if resumes else [*flags.split(), "--runs-dir", folder, "--run-name", name]
-        subprocess.run([sys.executable, os.path.join(HERE, "..", script), *where], check=True)
-    with open(os.path.join(path, "results.json"), encoding="utf-8") as file:
-        return json.load(file) | {"path": path}
+def name_of(model, seed, board=None):
+    """The name of the run that trains a model, or of that which tests it on a board."""
+    plain = lambda text: "".join(c if c.isalnum() else "-" for c in text)
+    return f"{plain(model)}-{seed}" + (f"-test-{plain(board)}" if board else "")
+
+
+def all_runs(args):
+    """The training runs, and after each of them its tests."""
+    runs = []
+    for seed in args.seeds:
+        for model in args.only or MODELS:
+            flags, tests = MODELS[model]
+            name = name_of(model, seed)
+            runs.append(Run(name, f"{flags} --seed {seed}", "train_world_model.py"))
+            for board, more in tests.items():
+                more += f" --seed {seed} --checkpoint {os.path.join(args.folder, name)}"
+                runs.append(Run(name_of(model, seed, board), more, "test_obs_reward_model.py", (name,)))
+    return runs
 
 
 def spread(values, form):
@@ -93,24 +99,23 @@ def tables(trained, tested):
     return "\n".join(lines)
 
 
-def main(args):
-    if any_unknown(args.only, MODELS):
-        return 2
+def write_tables(args):
+    """The tables of the runs that are there."""
     trained, tested = {}, {}
-    for seed in args.seeds:
-        for model in args.only or MODELS:
-            flags, tests = MODELS[model]
-            name = "".join(c if c.isalnum() else "-" for c in model)
-            result = run("train_world_model.py", args.folder, f"{name}-{seed}", f"{flags} --seed {seed}")
-            trained.setdefault(model, []).append(result)
-            for board, more in tests.items():
-                test = f"{name}-{seed}-test-" + "".join(c if c.isalnum() else "-" for c in board)
-                checkpoint = os.path.join(result["path"], "checkpoint.pt")
-                tested.setdefault((model, board), []).append(run(
-                    "test_obs_reward_model.py", args.folder, test, f"--checkpoint {checkpoint} --seed {seed} {more}"))
-            text = tables(trained, tested)
-            keep(text, os.path.join(args.folder, "world_model.md"))
-    return 0
+    for model in args.only or MODELS:
+        for seed in args.seeds:
+            if result := results(args.folder, name_of(model, seed)):
+                trained.setdefault(model, []).append(result)
+            for board in MODELS[model][1]:
+                if result := results(args.folder, name_of(model, seed, board)):
+                    tested.setdefault((model, board), []).append(result)
+    keep(tables(trained, tested), os.path.join(args.folder, "world_model.md"))
+
+
+def main(args):
+    if any_unknown(args.only, MODELS) or not check_workers(args.workers):
+        return 2
+    return work(args.folder, all_runs(args), args.workers, lambda: write_tables(args))
 
 
 if __name__ == "__main__":

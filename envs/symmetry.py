@@ -7,13 +7,18 @@ The players of a line-up play the batched game, and each seat's mean return is p
 Then every pair of equal players (same name, same strength) is compared over the same episodes. The limit for
 the largest difference takes account of the number of pairs: a fair game fails the check once in 1,000 runs.
 
+What was found goes to runs/<run name>/: symmetry.png draws each seat's mean and interval, results.json tells them.
+
 Exit code: 0 where no bias was found, 1 on bias, 2 where the flags make no sense.
 """
 
+import json
 import math
+import os
+import re
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import tyro
@@ -39,6 +44,10 @@ class Args:
     """where the random numbers of the boards and the players start"""
     device: str = "cpu"
     """where the tensors live, such as cpu or cuda"""
+    runs_dir: str = "runs"
+    """folder under which the check has its own folder"""
+    run_name: str | None = None
+    """name of that folder; without it: players, board, seed and time"""
 
     height: int = 4
     """rows of the board"""
@@ -98,35 +107,83 @@ def play(names, episodes, *, num_envs=1024, seed=1, device="cpu", **board):
     return returns.flatten(0, 1).cpu()
 
 
-def report(returns, names, strengths=()):
-    """Tells what each seat earned and whether equal players earned equally. -> (the text, whether there is bias)"""
-    episodes, num_players = returns.shape
-    equals = list(zip(names, strengths)) if strengths else list(names)
-    half = 1.96 * returns.std(0) / math.sqrt(episodes)
-    wide = max(len("player"), *map(len, names))
-    lines = [f"{'seat':<10} {'player':<{wide}} " + ("strength " if strengths else "") + "mean return  95 % interval"]
-    for seat, name in enumerate(names):
-        mean, spread = returns[:, seat].mean().item(), half[seat].item()
-        strength = f"{strengths[seat]:>8g} " if strengths else ""
-        lines.append(f"{f'player_{seat + 1}':<10} {name:<{wide}} {strength}{mean:11.4f}  "
-                     f"{mean - spread:.4f} to {mean + spread:.4f}")
-    everyone = returns.mean(1)
-    spread = 1.96 * everyone.std().item() / math.sqrt(episodes)
-    lines += [f"{'all':<10} {'':<{wide}} {' ' * 9 if strengths else ''}{everyone.mean().item():11.4f}  "
-              f"{everyone.mean().item() - spread:.4f} to {everyone.mean().item() + spread:.4f}", ""]
+def measure(returns, names, strengths=()):
+    """What each seat earned, with 95 % intervals, and whether equal players earned equally: for results.json."""
+    def mean(column):
+        return {"mean": column.mean().item(), "ci95": 1.96 * column.std().item() / math.sqrt(len(column))}
 
+    equals = list(zip(names, strengths)) if strengths else list(names)
     score, limit, pair = equal_players_test(returns, equals)
-    if pair is None:
-        return "\n".join(lines + ["Nothing to compare: no two players are equal."]), False
-    first, second = (f"player_{seat + 1}" for seat in pair)
-    pairs = sum(equals[i] == equals[j] for i in range(num_players) for j in range(i))
-    of_pairs = "the only pair of equal players" if pairs == 1 else f"the largest of {pairs} pairs of equal players"
-    lines.append(f"{first} and {second} ({names[pair[0]]}) differ by |z| = {score:.2f}, {of_pairs}; the limit is "
-                 f"{limit:.2f}.")
-    biased = score >= limit
-    lines.append(f"BIAS: {first} and {second} are equal players but do not earn equally." if biased
-                 else "No bias: equal players earn equally.")
-    return "\n".join(lines), biased
+    seats = [{"player": name, "strength": strengths[seat] if strengths else None, **mean(returns[:, seat])}
+             for seat, name in enumerate(names)]
+    return {"episodes": len(returns), "seats": seats, "all": mean(returns.mean(1)),
+            "pairs": sum(equals[i] == equals[j] for i in range(len(names)) for j in range(i)),
+            "largest": None if pair is None else {"seats": [seat + 1 for seat in pair], "z": score, "limit": limit},
+            "biased": pair is not None and score >= limit}
+
+
+def verdict(found):
+    """Whether equal players earn equally, in a sentence."""
+    if found["largest"] is None:
+        return "Nothing to compare: no two players are equal."
+    first, second = (f"player_{seat}" for seat in found["largest"]["seats"])
+    return (f"BIAS: {first} and {second} are equal players but do not earn equally." if found["biased"]
+            else "No bias: equal players earn equally.")
+
+
+def report(found):
+    """What was found, as a text."""
+    strengths = found["seats"][0]["strength"] is not None
+    wide = max(len("player"), *(len(seat["player"]) for seat in found["seats"]))
+
+    def line(label, seat, name=""):
+        low, high = seat["mean"] - seat["ci95"], seat["mean"] + seat["ci95"]
+        strength = f"{seat.get('strength') or '':>8} " if strengths else ""
+        return f"{label:<10} {name:<{wide}} {strength}{seat['mean']:11.4f}  {low:.4f} to {high:.4f}"
+
+    lines = [f"{'seat':<10} {'player':<{wide}} " + ("strength " if strengths else "") + "mean return  95 % interval"]
+    lines += [line(f"player_{number}", seat, seat["player"]) for number, seat in enumerate(found["seats"], 1)]
+    lines += [line("all", found["all"]), ""]
+    if found["largest"]:
+        first, second = found["largest"]["seats"]
+        of_pairs = ("the only pair of equal players" if found["pairs"] == 1
+                    else f"the largest of {found['pairs']} pairs of equal players")
+        lines.append(f"player_{first} and player_{second} ({found['seats'][first - 1]['player']}) differ by |z| = "
+                     f"{found['largest']['z']:.2f}, {of_pairs}; the limit is {found['largest']['limit']:.2f}.")
+    return "\n".join(lines + [verdict(found)])
+
+
+def draw(found, path):
+    """Draws what each seat earned: means with their intervals, equal players in one colour."""
+    from matplotlib.figure import Figure  # here, so that --help need not wait for it
+
+    picture = Figure((max(5, 1.5 * len(found["seats"])), 4.2), layout="constrained", dpi=120)
+    axes = picture.subplots()
+    kinds = [(seat["player"], seat["strength"]) for seat in found["seats"]]
+    for number, (seat, kind) in enumerate(zip(found["seats"], kinds)):
+        axes.errorbar(number, seat["mean"], seat["ci95"], fmt="o", capsize=6, color=f"C{kinds.index(kind) % 10}")
+        axes.annotate(f"{seat['mean']:.3f}", (number, seat["mean"]), (8, 0), textcoords="offset points", va="center")
+    names = [os.path.basename(name) + (f"\nstrength {strength:g}" if strength else "") for name, strength in kinds]
+    axes.set_xticks(range(len(names)), [f"player_{number}\n{name}" for number, name in enumerate(names, 1)])
+    axes.margins(x=0.2, y=0.3)
+    axes.set(ylabel="return of an episode", title=verdict(found))
+    axes.title.set_fontsize(10)
+    axes.spines[["top", "right"]].set_visible(False)
+    told = f"means of {found['episodes']:,} episodes with 95 % intervals; equal players in one colour"
+    picture.supxlabel(told, fontsize=9)
+    picture.savefig(path)
+
+
+def folder_of(args):
+    """Where the check puts what it finds; a name that cannot be used is refused."""
+    players = "-".join(re.sub(r"[^\w.-]+", "-", os.path.basename(name)) for name in args.players)
+    name = args.run_name or f"symmetry__{players}__{args.height}x{args.width}__{args.seed}__{int(time.time())}"
+    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+        raise ValueError(f"--run-name {name!r} is no valid folder name")
+    folder = os.path.join(args.runs_dir, name)
+    if args.run_name and os.path.exists(folder):
+        raise ValueError(f"--run-name {name}: there is a folder {folder}")
+    return folder
 
 
 def main(args):
@@ -144,15 +201,26 @@ def main(args):
             torch.empty(0, device=args.device)
         except (RuntimeError, AssertionError) as error:
             raise ValueError(f"--device {args.device} cannot be used: {str(error).splitlines()[0]}") from error
+        folder = folder_of(args)
         returns = play(args.players, args.episodes, num_envs=args.num_envs, seed=args.seed, device=args.device,
                        strengths=args.strengths or None, **board)
+        os.makedirs(folder, exist_ok=True)
+    except OSError as error:
+        print(f"{folder} cannot be made: {error.strerror}", file=sys.stderr)
+        return 2
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
     print(f"{len(returns):,} episodes on {args.height} x {args.width} in {time.perf_counter() - started:.0f} s\n")
-    text, biased = report(returns, args.players, args.strengths)
-    print(text)
-    return int(biased)
+    found = measure(returns, args.players, args.strengths)
+    print(report(found))
+    if found["largest"] and math.isinf(found["largest"]["z"]):  # always the same difference; JSON knows no infinity
+        found["largest"]["z"] = None
+    with open(os.path.join(folder, "results.json"), "w", encoding="utf-8") as file:
+        json.dump({"flags": asdict(args), **found}, file, indent=2)
+    draw(found, os.path.join(folder, "symmetry.png"))
+    print(f"Drawn in {os.path.join(folder, 'symmetry.png')}")
+    return int(found["biased"])
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ OF_THE_READER = {"my_player.py", "file.py", "games.npz", "rows.npz", "curves.png
 OF_A_RUN = {"config.json", "checkpoint.pt", "checkpoint-before.pt", "checkpoint-damaged.pt", "not-finite.pt", "players.pt",
             "results.json", "references.json", "adaptation.md",
             "adaptation.csv", "compare.png", "moa_eval_epochN.csv"}
-OTHER_PROGRAMS = {"pip": {"-r"}, "tensorboard": {"--logdir"}, "pytest": {"-s", "-k", "-q"}}
+OTHER_PROGRAMS = {"pip": {"-r"}, "tensorboard": {"--logdir"}, "pytest": {"-s", "-k", "-q", "-n"}}
 
 
 def pieces(page):
@@ -116,7 +116,7 @@ def test_commands_are_taken(command):
 @pytest.mark.parametrize("command", [
     "python ppo_single_player.py --no-such-flag 1", "python ppo_single_player.py --buffer-size 20000",
     "python hopplus_selfplay.py --mode adapt", "python no_such_script.py",
-    "python benchmark/vae.py --cases none", "python benchmark/ppo.py --seed 1",
+    "python benchmark/vae.py --file none", "python benchmark/ppo.py --seed 1",
     "python benchmark/env_speed.py --fast", "python tests/copies.py --to x.py",
     "python -m envs.symmetry --seats 3", "python -m pytest tests/none.py", "pip install -r none.txt",
     "python ppo_single_player.py && tensorboard --logdir runs", "tensorboard --dir runs",
@@ -213,12 +213,13 @@ def test_python_can_be_read(page):
 
 
 @pytest.mark.parametrize("page", [PAGES[0], ROOT / "docs" / "game.md"], ids=lambda page: page.name)
-def test_the_player_of_ones_own_plays(page, tmp_path, capsys):
+def test_the_player_of_ones_own_plays(page, tmp_path, monkeypatch, capsys):
     """The example is written to a file, as the text asks, and sits down."""
     from envs import symmetry
 
     [block] = [block for language, block in pieces(page)[1] if language == "python" and "class Lazy" in block]
     (tmp_path / "my_player.py").write_text(block, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
     players = ("ns", "ns", "ns", f"{tmp_path / 'my_player.py'}:Lazy")
     assert symmetry.main(symmetry.Args(players=players, episodes=200, num_envs=200)) == 0
     assert "Lazy" in capsys.readouterr().out

@@ -19,6 +19,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from matplotlib.figure import Figure
+from PIL import Image
 from torch.overrides import TorchFunctionMode
 
 import hopplus_selfplay
@@ -157,6 +159,10 @@ def gpu(monkeypatch):
         for part, place in notes:
             mode.put(part, place)
 
+    def save_blank(_, file, **others):  # what is to be drawn has left the GPU by then
+        Image.new("RGB", (1, 1)).save(file, "PNG")
+
+    monkeypatch.setattr(Figure, "savefig", save_blank)
     monkeypatch.setattr(torch, "Generator", Random)
     monkeypatch.setattr(torch, "load", load_there)
     monkeypatch.setattr(torch, "save", save_plain)

@@ -13,6 +13,7 @@ import threading
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 
 import hopplus_selfplay as script
 
@@ -23,8 +24,10 @@ SMALL = dict(total_timesteps=256, num_envs=4, num_steps=16, hidden_size=16, vae_
 
 
 @pytest.fixture(autouse=True)
-def small_worlds(monkeypatch):
-    """World models and reports small enough for tests."""
+def small_worlds(request, monkeypatch):
+    """World models and reports small enough for tests; the test that is about pictures alone draws a figure."""
+    if request.node.originalname != "test_what_a_run_shows":
+        monkeypatch.setattr(script, "draw_models", lambda _: Figure((1, 1)))
     monkeypatch.setattr(script, "WORLD_STEPS", 500)
     monkeypatch.setattr(script, "WARMUP_EPOCHS", 1)
     monkeypatch.setattr(script, "WORLD_UPDATES", 20)
@@ -564,6 +567,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
         expected = table.trained(real["x"][:, 2].flatten(0, 1)[None])[0][0].exp().unflatten(0, (16, 6))
     assert torch.allclose(real["true_probs"][:, 2], expected, atol=1e-5)
     results = script.report_models(args, table)[0]
+    assert results[lazy]["share"]["stay"] == 1  # all that it does
     assert results[lazy]["top1_ceiling"] is None and 0 < results[trained]["top1"] <= results[trained]["top1_ceiling"] + 1e-6
 
 
@@ -596,7 +600,12 @@ def test_a_short_run_leaves_its_results(tmp_path, changes, monkeypatch):
     assert set(results["moa"]) == {name for seat, name in enumerate(args.players) if [seat] != hops}
     for moa in results["moa"].values():
         assert 0 < moa["top1"] <= moa["top1_ceiling"] + 1e-6 and moa["cross_entropy"] >= moa["cross_entropy_floor"] - 1e-6
-    assert any(name.endswith(".gif") for name in os.listdir(folder / "pictures"))
+        where, taken = moa["predicted_where_taken"], [name for name, share in moa["share"].items() if share > 1e-6]
+        assert all(sum(where[name].values()) == pytest.approx(1, abs=1e-4) for name in taken)
+        assert all(where[name][name] == pytest.approx(moa["recall"][name], abs=1e-4) for name in taken)
+        for key in ("share", "predicted"):
+            assert sum(moa[key].values()) == pytest.approx(1, abs=1e-4)
+    assert {"models_of_others.png", "episode_256.gif"} <= set(os.listdir(folder / "pictures"))
     assert ("world_model" in results) == (args.search_model == "learned")
     assert all(0 <= share <= 1 for share in results.get("world_model", {}).values())
     pairs = [(hop, other) for hop in hops for other in range(len(args.players)) if other != hop]
@@ -620,7 +629,7 @@ def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     assert [path for path in folder.iterdir() if path.is_dir()] == [folder / "pictures"]
     events = EventAccumulator(str(folder)).Reload()
     told, tags = events.PluginTagToContent("hparams"), events.Tags()
-    assert len(tags["scalars"]) <= 40 and tags["images"] == ["a_game"]
+    assert len(tags["scalars"]) <= 40 and tags["images"] == ["a_game", "models_of_others"]
     assert all(any(re.match(pattern, tag) for tag in tags["scalars"]) for pattern in script.PLOTS)
     assert {"custom_scalars__config__", "moa/recall_by_action/text_summary"} <= set(tags["tensors"])
     compared = HParamsPluginData.FromString(told["_hparams_/session_start_info"]).session_start_info.hparams
@@ -632,6 +641,7 @@ def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     assert "largest fall" in out and "equals earn equally?" in out
     lines = out.partition("What next:")[2].splitlines()
     assert os.path.isfile(re.search("the last episode in (.*)", out)[1])
+    assert os.path.isfile(re.search("as a picture: (.*)", out)[1])
     commands = [shlex.split(line[line.index("python"):])[1:] for line in lines if "python" in line]
     typed = []
     for words in commands:

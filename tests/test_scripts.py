@@ -63,6 +63,29 @@ def test_help_tells_the_flags_in_their_groups(monkeypatch, capsys):
     assert sorted(titles, key=told.index) == titles
 
 
+@pytest.mark.parametrize("word, told", [
+    ("--gama=1", "Unrecognized options: --gama=1; did you mean --gamma?"), ("--xyzzy", "Unrecognized options: --xyzzy")])
+def test_the_nearest_flag_is_named(monkeypatch, word, told):
+    script = importlib.import_module("ppo_single_player")
+    monkeypatch.setattr(sys, "argv", ["ppo_single_player.py", word])
+    with pytest.raises(script.Refused) as refusal:
+        script.read_flags(script.Args)
+    assert str(refusal.value) == told
+
+
+def test_a_flag_typed_at_its_default_counts_when_a_run_is_resumed(monkeypatch, tmp_path):
+    script = importlib.import_module("ppo_single_player")
+    config = {"script": "ppo_single_player.py", **vars(script.Args(gamma=0.9, threads=2, prosocial=True))}
+    script.save_json(str(tmp_path / "config.json"), config)
+    args = script.Args(resume=str(tmp_path))
+    for words, told in ((["--gamma=0.99"], "--gamma 0.99 does not go"), (["--no-prosocial"], "--prosocial False does not go")):
+        monkeypatch.setattr(sys, "argv", ["ppo_single_player.py", *words])
+        with pytest.raises(script.Refused, match=told):
+            script.resolve_flags(args)
+    monkeypatch.setattr(sys, "argv", ["ppo_single_player.py", "--threads", "1"])
+    assert script.resolve_flags(args).threads == 1 and script.resolve_flags(args).gamma == 0.9
+
+
 def test_flags_keep_flat_names(monkeypatch):
     script = importlib.import_module("hopplus_selfplay")
     typed = ["--beta", "2", "--players", "hop", "ns", "--height", "5", "--prosocial", "--vae-checkpoint", "runs/x"]

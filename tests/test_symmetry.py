@@ -1,5 +1,6 @@
 """The symmetry check's verdicts and exit codes."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -9,9 +10,15 @@ import pytest
 import torch
 
 from envs import symmetry
-from envs.symmetry import Args, main, report
+from envs.symmetry import Args, main, measure, report
 
 ROOT = Path(__file__).resolve().parent.parent
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path, monkeypatch):
+    """The checks leave their folders in runs/ of where they are."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("players", [("random",) * 4, ("ns",) * 4, ("ns", "nh", "nsh", "nsh")], ids=" ".join)
@@ -19,6 +26,10 @@ def test_a_fair_game_passes(players, capsys):
     assert main(Args(players=players, episodes=1_000, num_envs=250)) == 0
     out = capsys.readouterr().out
     assert out.startswith("1,000 episodes") and "No bias" in out
+    folder, = Path("runs").iterdir()
+    assert (folder / "symmetry.png").stat().st_size > 5000 and str(folder / "symmetry.png") in out
+    found = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert [seat["player"] for seat in found["seats"]] == list(players) and found["biased"] is False
     for seat, name in enumerate(players, start=1):
         assert any(line.split()[:2] == [f"player_{seat}", name] for line in out.splitlines())
 
@@ -44,8 +55,8 @@ def test_players_of_unequal_strength_are_not_equal(capsys):
     assert main(Args(**args)) == 0
     assert "2 pairs of equal players" in capsys.readouterr().out
     returns = symmetry.play(args["players"], 1_000, strengths=args["strengths"])
-    text, biased = report(returns, args["players"])  # as if strengths were not known
-    assert biased and "BIAS" in text
+    found = measure(returns, args["players"])  # as if strengths were not known
+    assert found["biased"] and "BIAS" in report(found)
 
 
 def test_nothing_to_compare(capsys):
@@ -57,12 +68,14 @@ def test_nothing_to_compare(capsys):
     (dict(players=("ns", "foo")), "'foo'"), (dict(players=("ns",)), "--num-players 1"),
     (dict(players=("no_file.py:Lazy", "ns")), "no_file.py"), (dict(episodes=3), "--episodes 3"),
     (dict(num_envs=0), "--num-envs 0"), (dict(seed=-1), "--seed -1"), (dict(device="nowhere"), "--device nowhere"),
-    (dict(strengths=(1.0,)), "--strengths"), (dict(height=2, width=2), "--height 2"),
+    (dict(strengths=(1.0,)), "--strengths"), (dict(height=2, width=2), "--height 2"), (dict(run_name="a/b"), "--run-name 'a/b'"),
+    (dict(run_name=".."), "--run-name '..'"),
 ], ids=str)
 def test_wrong_flags_give_one_line(flags, told, capsys):
     assert main(Args(**flags)) == 2
     captured = capsys.readouterr()
     assert told in captured.err and captured.err.count("\n") == 1 and captured.out == ""
+    assert not Path("runs").exists()
 
 
 @pytest.mark.parametrize("flags, code", [(["ns", "foo"], 2), (["ns", "ns", "--no-such-flag"], 2)], ids=str)
@@ -74,7 +87,7 @@ def test_exit_codes(flags, code, monkeypatch):
     assert end.value.code == code
 
 
-def test_command_line():
-    command = [sys.executable, "-m", "envs.symmetry", "--players", "ns", "ns", "--episodes", "200"]
+def test_command_line(tmp_path):
+    command = [sys.executable, "-m", "envs.symmetry", "--players", "ns", "ns", "--episodes", "200", "--runs-dir", tmp_path]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr

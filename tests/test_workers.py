@@ -16,6 +16,8 @@ import ablations  # noqa: E402
 import adaptation  # noqa: E402
 import kill_workers  # noqa: E402
 import ppo  # noqa: E402
+import vae  # noqa: E402
+import world_model  # noqa: E402
 from workers import LOST, Locks, Run, Timing, command, free, work  # noqa: E402
 
 QUICK = Timing(beat=0.1, stale=1.0, look=0.1)
@@ -112,14 +114,15 @@ def test_what_was_saved_is_resumed_and_what_was_not_is_made_anew(tmp_path):
 
 
 def test_the_benchmarks_name_each_run_once_and_those_needed_first():
-    for runs in (ablations.all_runs(ablations.Args()), adaptation.all_runs(adaptation.Args())):
+    for benchmark in (ablations, adaptation, vae, world_model):
+        runs = benchmark.all_runs(benchmark.Args())
         names = [run.name for run in runs]
         assert len(set(names)) == len(names)
         for number, run in enumerate(runs):
             assert set(run.needs) <= set(names[:number])
 
 
-@pytest.mark.parametrize("benchmark", [ppo, ablations, adaptation])
+@pytest.mark.parametrize("benchmark", [ppo, ablations, adaptation, vae, world_model])
 def test_a_number_of_workers_that_cannot_be_is_refused(benchmark, capsys):
     assert benchmark.main(benchmark.Args(workers=0)) == 2
     assert capsys.readouterr().err == "error: --workers 0 must lie between 1 and 256\n"
