@@ -1707,7 +1707,7 @@ def read_config(args):
     try:
         with open(path, encoding="utf-8") as file:
             saved = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
     if isinstance(saved, dict):
@@ -1977,8 +1977,9 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
-            sys.stdout.reconfigure(line_buffering=True)
+        if hasattr(sys.stdout, "reconfigure"):
+            # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

@@ -1763,8 +1763,9 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
-            sys.stdout.reconfigure(line_buffering=True)
+        if hasattr(sys.stdout, "reconfigure"):
+            # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

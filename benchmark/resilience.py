@@ -130,7 +130,8 @@ def start(script, line, log, fault=None, place=None):
     try:
         for number, end in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{log}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")
         torch.set_num_threads(1)
         os.chdir(place or ".")
         shorten(module, script)
@@ -504,7 +505,7 @@ def configured(args, script, number):
     with open(os.path.join(whole, "config.json"), encoding="utf-8") as file:
         config, text = json.load(file), texts[number]
     changed = [part for part in text[1:-1].split(', "') if part not in json.dumps(config)]
-    return f"{changed if len(text) > 300 else text}: exit code {code}: {lines[-3:]}"
+    return f"{str(changed if len(text) > 300 else text)[:200]}: exit code {code}: {lines[-3:]}"
 
 
 ROWS = {
