@@ -1843,7 +1843,7 @@ def load_run(args, free=("total_timesteps",)):
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
-        if now != value and name not in (*free, *ANYTHING_GOES):
+        if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
     for what, now in made_with().items():

@@ -78,14 +78,16 @@ class Args:
 
 @functools.cache
 def get_ready():
-    """Does once what each run would else do again: slow imports, and reading the sources for --help."""
+    """Does once what each run would else do again: slow imports."""
     for name in ("torch._dynamo", "torch.utils.tensorboard", "torch.utils.tensorboard.summary", "matplotlib.pyplot",
                  "matplotlib.backends.backend_agg", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "PIL.ImageDraw",
                  "PIL.ImageFont"):
         importlib.import_module(name)
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    inspect.findsource = functools.cache(inspect.findsource)
     gc.freeze()
+
+
+source_of = functools.cache(inspect.findsource)
 
 
 PICTURE = b"GIF89a\1\0\1\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\1\0\0;"  # one point
@@ -120,6 +122,8 @@ def start(script, line, log, fault=None, place=None):
     """Begins a run in a process of its own, its output in `log`.out and `log`.err. -> number of the process"""
     get_ready()
     module = importlib.import_module(script)
+    for group in module.Args.__mro__[:-1]:  # which tyro reads for --help at every start
+        source_of(group)
     stops = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     process = os.fork()
@@ -135,6 +139,7 @@ def start(script, line, log, fault=None, place=None):
         torch.set_num_threads(1)
         os.chdir(place or ".")
         shorten(module, script)
+        inspect.findsource = source_of
         module.Interrupt.watch()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         sys.argv = [f"{script}.py", *line]
@@ -400,9 +405,9 @@ def signalled(args, script, number, which, twice, signals=4):
     while sum(count.values()) < signals:
         fresh = number % 5 == 0 and not count
         if fresh:
-            with open(folder + ".err", "w", encoding="utf-8") as err, open(folder + ".out", "w", encoding="utf-8") as out:
-                process = subprocess.Popen([sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)],
-                                           stdout=out, stderr=err).pid
+            line = [sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)]
+            with open(folder + ".err", "wb") as err, open(folder + ".out", "wb") as out:
+                process = subprocess.Popen(line, stdout=out, stderr=err).pid
             listens(process)
         else:
             process = start(script, go_on(script, folder), folder)
@@ -476,10 +481,12 @@ def bad_configs(config):
             others = [5, {"x": 1}]
         elif key in ("threads", "save_every", "total_timesteps", "epochs"):  # which may change within reason
             others = [{"x": 1}, "x", None, -1, math.nan, [None], True]
+            others += [value - 1] if key in ("total_timesteps", "epochs") else []
         else:
             others = [{"x": 1}, "x", "\udc80", -1, math.nan, 1e300, 10**30, [None], [[]], not value]
             others += [None] if value is not None else []
-            others += [value + 1, float(value)] if type(value) is int else [value * 1.5 + 1] if type(value) is float else []
+            others += [value + 1, float(value)] if type(value) is int else []
+            others += [value * 1.5 + 1] if type(value) is float else []
             others += [value + value[-1:], value[1:]] if value and isinstance(value, list) else []
         yield json.dumps({name: each for name, each in config.items() if name != key})
         for other in random.Random(key).sample(others, 2):
@@ -582,7 +589,7 @@ FAULTS = ("raise KeyError('x')", "1 / 0", "import sys; sys.exit(0)", "raise Keyb
 PLAYERS = {  # what is wrong -> (the exit codes that are right, the file)
     **{f"at once: {fault}": ((2,), AT_ONCE.format(fault)) for fault in FAULTS},
     **{f"later: {fault}": ((1,), LATER.format(fault)) for fault in FAULTS},
-    "raises as it is made": ((2,), "    def __init__(self):\n        raise SystemExit(0)\n    def act(self, *a):\n        pass\n"),
+    "raises as it is made": ((2,), "    def __init__(self):\n        raise SystemExit(0)\n" + AT_ONCE.format("pass")),
     "no act": ((2,), "    pass\n"),
     "act is no function": ((2,), "    act = 5\n"),
     "no Python": ((2,), "    def act(self\n"),
@@ -661,16 +668,16 @@ def flagged(args, script, number):
     shutil.rmtree(folder, ignore_errors=True)
     place = os.path.join(folder, "here")
     os.makedirs(place)
-    module, wholes = importlib.import_module(script), [reference(args, each)[0] for each in SMALL]
+    module, wholes = importlib.import_module(script), [runs_of(args, f"{each}-undisturbed") for each in SMALL]
     places = [*wholes, *(os.path.join(whole, name) for whole in wholes for name in ("checkpoint.pt", "config.json")),
               "nowhere", place, folder + ".err", "/proc/nowhere", "", os.path.join(place, "new")]
     line = SMALL[script].split() + ["--runs-dir", os.path.join(folder, "runs")]
-    line += ["--checkpoint", wholes[2]] if script == TESTER else []
+    line += ["--checkpoint", reference(args, "train_world_model")[0]] if script == TESTER else []
     fields = {field.name: field for field in dataclasses.fields(module.Args)}
     typed = []
     for name in draw.sample(sorted(fields), draw.choice((1, 1, 2, 3, 4))):
         words = some_words(draw, module, fields[name], places)
-        if name == "resume" and words and words[0] in wholes:  # a copy, for it may go on
+        if name == "resume" and words and os.path.isdir(words[0]) and words[0] in wholes:  # a copy, for it may go on
             shutil.copytree(words[0], os.path.join(folder, "whole"))
             words[0] = os.path.join(folder, "whole")
         prefix = "no-" if fields[name].type is bool and draw.random() < 0.1 else ""
@@ -745,7 +752,8 @@ def full(args, script, number):
 
 def gone(args, script, number):
     """From some change of a folder on it is read-only, or gone."""
-    return broken(args, script, number // 2 + 1, ("open", "replace", "rename", "mkdir"), (errno.EROFS, errno.ENOENT)[number % 2])
+    code = (errno.EROFS, errno.ENOENT)[number % 2]
+    return broken(args, script, number // 2 + 1, ("open", "replace", "rename", "mkdir"), code)
 
 
 def repeated(args, script, number):
@@ -791,20 +799,23 @@ def lawful(args, script, number, steps=20_000, games=400):
 
 # ------------------------------------------------------------------------------------------------- the table
 
-SIGNALS = [(name, which, twice) for twice in (False, True) for name, which in (("Ctrl-C", signal.SIGINT), ("SIGTERM", signal.SIGTERM))]
 CLAIMS = {  # name -> (the claim, full count for each script, scripts, the trial)
     "repeated": ("two runs of one seed: the same files but for times", 1, (*TRAINERS, TESTER), repeated),
     "game": ("20,000 steps of random actions on a random board", 50, ("the game",), lawful),
-    "damaged": ("checkpoints cut short or with one bit turned: refused, or the older one with a warning", 250, TRAINERS, damaged),
+    "damaged": ("checkpoints cut short or with one bit turned: refused, or the older one with a warning", 250,
+                TRAINERS, damaged),
     "configs": ("wrong config.json: one line, exit code 2", math.inf, TRAINERS, configured),
     "data": ("wrong data files: one line, exit code 2", math.inf, ("train_world_model", TESTER), misled),
-    "players": ("wrong player files: one line; once mended the run goes on", math.inf, ("ppo_single_player", "hopplus_selfplay"), played),
+    "players": ("wrong player files: one line; once mended the run goes on", math.inf,
+                ("ppo_single_player", "hopplus_selfplay"), played),
     "flags": ("generated flags: one line and nothing written, or a proper run", 100, (*TRAINERS, TESTER), flagged),
     "killed": ("SIGKILL, a third in a write, resumed", 100, TRAINERS, killed),
     **{f"{name}{' twice' * twice}": (f"{name}{', twice' * twice}, resumed", 40, TRAINERS,
-                                     functools.partial(signalled, which=which, twice=twice)) for name, which, twice in SIGNALS},
+                                     functools.partial(signalled, which=which, twice=twice))
+       for twice in (False, True) for name, which in (("Ctrl-C", signal.SIGINT), ("SIGTERM", signal.SIGTERM))},
     "full": ("disk full from each write on: one line, then resumed", math.inf, (*TRAINERS, TESTER), full),
-    "gone": ("disk read-only or folder gone from each write on: one line, then resumed", math.inf, (*TRAINERS, TESTER), gone),
+    "gone": ("disk read-only or folder gone from each write on: one line, then resumed", math.inf,
+             (*TRAINERS, TESTER), gone),
 }
 
 
@@ -871,6 +882,8 @@ def main(args):
     os.makedirs(args.folder, exist_ok=True)
     torch.set_num_threads(1)
     get_ready()
+    for script in SMALL:
+        reference(args, script)
     for claim in args.only or CLAIMS:
         try_claim(args, claim)
     trials = read_trials(args)
