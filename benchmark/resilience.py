@@ -200,6 +200,11 @@ def one_line(code, lines, codes=(2,)):
     return code in codes and len(lines) == 1 and lines[0].startswith("error: ")
 
 
+def noise(lines):
+    """What a run that went well should not have told."""
+    return [line for line in lines if not line.startswith("warning: ")]
+
+
 def runs_of(args, name):
     """Where a run of this name goes."""
     os.makedirs(os.path.join(args.folder, "runs"), exist_ok=True)
@@ -373,12 +378,12 @@ def killed(args, script, number, kills=5):
             code = wait(process)
         if code == 0:
             break
-        if code != -signal.SIGKILL or told(folder):
+        if code != -signal.SIGKILL or noise(told(folder)):
             return f"exit code {code}: {told(folder)}"
         when = "in a write" if saving else moment(folder, whole)
         count[when] = count.get(when, 0) + 1
     code, lines = finish(script, go_on(script, folder), folder)
-    wrong = [f"exit code {code}: {lines}"] if code or lines else differences(folder, whole)
+    wrong = [f"exit code {code}: {lines}"] if code or noise(lines) else differences(folder, whole)
     return ", ".join(wrong) or count
 
 
@@ -423,7 +428,7 @@ def signalled(args, script, number, which, twice, signals=4):
                 break
             time.sleep(pause)
         code = wait(process) if code is None else code
-        took, lines = time.monotonic() - sent, told(folder)
+        took, lines = time.monotonic() - sent, noise(told(folder))
         with open(folder + ".out", encoding="utf-8") as file:
             said = lines + [line for line in file.read().split("\n") if line.startswith("stopped")]
         if code not in (0, 128 + which) or code and (len(said) != 1 or not any(words in said[0] for words in SAID)):
@@ -433,7 +438,8 @@ def signalled(args, script, number, which, twice, signals=4):
         when = "in the imports" if fresh and "nothing was written" in said[0] else moment(folder, whole)
         count[when] = count.get(when, 0) + 1
     code, lines = finish(script, go_on(script, folder), folder)
-    return ", ".join([f"exit code {code}: {lines}"] if code or lines else differences(folder, whole)) or count
+    wrong = [f"exit code {code}: {lines}"] if code or noise(lines) else differences(folder, whole)
+    return ", ".join(wrong) or count
 
 
 def damaged(args, script, number):
@@ -700,10 +706,9 @@ def flagged(args, script, number):
     lines = told(folder)
     with open(folder + ".out", encoding="utf-8") as file:
         said = lines + [text for text in file.read().split("\n") if text.startswith("stopped")]
-    warned = all(text.startswith("warning: ") for text in lines)
     if one_line(code, lines) and look() == before:
         return {"refused": 1}
-    if code == 0 and warned and not any(name.endswith(".new") for name in look()):
+    if code == 0 and not noise(lines) and not any(name.endswith(".new") for name in look()):
         return {"ran to its end": 1}
     if code == 130 and stopped and len(said) == 1 and any(words in said[0] for words in SAID):
         return {"ran until it was stopped": 1}
@@ -741,7 +746,7 @@ def broken(args, script, number, calls, code):
     if script == TESTER:
         return ""
     ended, lines = finish(script, go_on(script, folder), folder)
-    wrong = [f"exit code {ended}: {lines}"] if ended or lines else differences(folder, whole)
+    wrong = [f"exit code {ended}: {lines}"] if ended or noise(lines) else differences(folder, whole)
     return ", ".join(what + part for part in wrong)
 
 
