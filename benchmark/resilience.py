@@ -400,15 +400,15 @@ def listens(process):
         time.sleep(0.01)
 
 
-def signalled(args, script, number, which, twice, signals=4):
-    """Ctrl-C or SIGTERM at random moments, once or twice, `signals` times in a run; the first of every fifth run in
+def signalled(args, script, number, which, twice, signals=8):
+    """Ctrl-C or SIGTERM at random moments, once or twice, `signals` times in a run; the first of every third run in
     a process that begins with its imports. -> how often by the moment"""
     whole, work = reference(args, script)
     draw, folder = random.Random(f"signalled {script} {number} {which} {twice}"), runs_of(args, f"{script}-signalled")
     shutil.rmtree(folder, ignore_errors=True)
     count = {}
     while sum(count.values()) < signals:
-        fresh = number % 5 == 0 and not count
+        fresh = number % 3 == 0 and not count
         if fresh:
             line = [sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)]
             with open(folder + ".err", "wb") as err, open(folder + ".out", "wb") as out:
@@ -416,7 +416,7 @@ def signalled(args, script, number, which, twice, signals=4):
             listens(process)
         else:
             process = start(script, go_on(script, folder), folder)
-        code = wait(process, work=draw.uniform(0, 3) if fresh else draw.uniform(0, 0.6) * work)
+        code = wait(process, work=draw.uniform(0, 3) if fresh else draw.uniform(0, 0.4) * work)
         if code == 0:
             break
         pause = draw.choice((0, 0.01, 0.1))
