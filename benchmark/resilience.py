@@ -678,7 +678,7 @@ def flagged(args, script, number):
     places = [*wholes, *(os.path.join(whole, name) for whole in wholes for name in ("checkpoint.pt", "config.json")),
               "nowhere", place, folder + ".err", "/proc/nowhere", "", os.path.join(place, "new")]
     line = SMALL[script].split() + ["--runs-dir", os.path.join(folder, "runs")]
-    line += ["--checkpoint", reference(args, "train_world_model")[0]] if script == TESTER else []
+    line += ["--checkpoint", reference(args, "train_world_model")[0]] if script == TESTER else ["--final-time", "10"]
     fields = {field.name: field for field in dataclasses.fields(module.Args)}
     typed = []
     for name in draw.sample(sorted(fields), draw.choice((1, 1, 2, 3, 4))):
@@ -695,7 +695,7 @@ def flagged(args, script, number):
         resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))  # so that no other process is in need
 
     process = start(script, line + typed, folder, little_memory, place)
-    code, stopped = wait(process, work=2), 0
+    code, stopped = wait(process, work=1), 0
     for patience in (20, 60):  # a run, and a long one; a second signal does not wait for an update's end
         if code is None:
             os.kill(process, signal.SIGINT)
@@ -758,7 +758,7 @@ def full(args, script, number):
 def gone(args, script, number):
     """From some change of a folder on it is read-only, or gone."""
     code = (errno.EROFS, errno.ENOENT)[number % 2]
-    return broken(args, script, number // 2 + 1, ("open", "replace", "rename", "mkdir"), code)
+    return broken(args, script, number + 1, ("open", "replace", "rename", "mkdir"), code)
 
 
 def repeated(args, script, number):
