@@ -31,6 +31,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 import typing
@@ -352,6 +353,21 @@ def dies_while_saving(number):
     return at_writes(("open", "write", "fsync", "replace", "rename", "mkdir"), act)
 
 
+def dies_in_the_evaluation(work):
+    """A fault: the process kills itself when it has worked for so many seconds on its evaluation."""
+    def fault(module):
+        def deadly(until):
+            while time.process_time() < until:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def report(*parts, own=module.report):
+            threading.Thread(target=deadly, args=(time.process_time() + work,), daemon=True).start()
+            return own(*parts)
+        module.report = report
+    return fault
+
+
 def moment(folder, whole):
     """Where a run was left, told from what it left."""
     path = os.path.join(folder, "checkpoint.pt")
@@ -363,16 +379,19 @@ def moment(folder, whole):
 
 
 def killed(args, script, number, kills=5):
-    """SIGKILL, `kills` times in a run, a third of them during a save. -> how often by the moment"""
+    """SIGKILL, `kills` times in a run, a third of them during a write, a sixth in the evaluation. -> how often by the
+    moment"""
     whole, work = reference(args, script)
     draw, folder = random.Random(f"killed {script} {number}"), runs_of(args, f"{script}-killed")
     shutil.rmtree(folder, ignore_errors=True)
     count = {}
     while sum(count.values()) < kills:
-        saving = draw.random() < 1 / 3
+        saving, when = draw.random() < 1 / 3, draw.uniform(0.1, 0.6)
         fault = dies_while_saving(draw.randint(1, 30)) if saving else None
+        if not saving and draw.random() < 1 / 4:
+            fault = dies_in_the_evaluation(0.2 * when * work)
         process = start(script, go_on(script, folder), folder, fault)
-        code = wait(process, work=math.inf if saving else draw.uniform(0.1, 0.6) * work)
+        code = wait(process, work=math.inf if fault else when * work)
         if code is None:
             os.kill(process, signal.SIGKILL)
             code = wait(process)
@@ -814,7 +833,7 @@ CLAIMS = {  # name -> (the claim, full count for each script, scripts, the trial
     "players": ("wrong player files: one line; once mended the run goes on", math.inf,
                 ("ppo_single_player", "hopplus_selfplay"), played),
     "flags": ("generated flags: one line and nothing written, or a proper run", 100, (*TRAINERS, TESTER), flagged),
-    "killed": ("SIGKILL, a third in a write, resumed", 100, TRAINERS, killed),
+    "killed": ("SIGKILL, a third in a write, a sixth in the evaluation, resumed", 100, TRAINERS, killed),
     **{f"{name}{' twice' * twice}": (f"{name}{', twice' * twice}, resumed", 40, TRAINERS,
                                      functools.partial(signalled, which=which, twice=twice))
        for twice in (False, True) for name, which in (("Ctrl-C", signal.SIGINT), ("SIGTERM", signal.SIGTERM))},
