@@ -43,6 +43,7 @@ sys.path.insert(0, ROOT)
 import numpy as np
 import torch
 import tyro
+from PIL import Image
 
 TESTER = "test_obs_reward_model"
 SMALL = {
@@ -114,6 +115,7 @@ def shorten(module, script):
     if script == TESTER:
         module.plot = lambda path, *_: module.write_file(path, PICTURE)
     if script == "hopplus_selfplay":
+        module.record_game = lambda *_: [Image.new("RGB", (8, 8))]
         module.WORLD_STEPS, module.WORLD_UPDATES, module.WARMUP_EPOCHS = 200, 10, 1
         module.report_models.__wrapped__.__defaults__, module.score_world.__wrapped__.__defaults__ = (40, 2), (200,)
     return module
@@ -420,14 +422,14 @@ def listens(process):
 
 
 def signalled(args, script, number, which, twice, signals=8):
-    """Ctrl-C or SIGTERM at random moments, once or twice, `signals` times in a run; the first of every third run in
+    """Ctrl-C or SIGTERM at random moments, once or twice, `signals` times in a run; the first of every fifth run in
     a process that begins with its imports. -> how often by the moment"""
     whole, work = reference(args, script)
     draw, folder = random.Random(f"signalled {script} {number} {which} {twice}"), runs_of(args, f"{script}-signalled")
     shutil.rmtree(folder, ignore_errors=True)
     count = {}
     while sum(count.values()) < signals:
-        fresh = number % 3 == 0 and not count
+        fresh = number % 5 == 0 and not count
         if fresh:
             line = [sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)]
             with open(folder + ".err", "wb") as err, open(folder + ".out", "wb") as out:
