@@ -96,6 +96,8 @@ class Interrupt:
 
     @classmethod
     def leave(cls, number, _=None):
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
         os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
@@ -3323,15 +3325,23 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
-        except (Exception, SystemExit) as error:
-            raise Refused(f"--players {name} cannot play: {error!r}") from error
+        except BaseException as error:
+            raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
+
+    @staticmethod
+    def describe(error):
+        """What somebody else's code raised, in one line whatever it says of itself."""
+        try:
+            return " ".join(repr(error).split())
+        except BaseException:
+            return type(error).__name__
 
     def ask(self, method, *parts):
         """Lets the player do something; what it raises is its own fault."""
         try:
             return getattr(self.player, method)(*parts)
-        except (Exception, SystemExit) as error:
-            raise Failed(f"--players {self.name}: its {method} raised {error!r}") from error
+        except BaseException as error:  # also what it raises to end the script: Ctrl-C raises nothing
+            raise Failed(f"--players {self.name}: its {method} raised {self.describe(error)}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -3343,7 +3353,7 @@ class UserPlayer:
         own = {key: (part[:, seat] if part.dim() > 1 else part).clone() for key, part in observation.items()}
         action = self.ask("act", own, generator)
         got = type(action).__name__
-        if isinstance(action, torch.Tensor):
+        if isinstance(action, torch.Tensor) and action.layout == torch.strided and not action.is_meta:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
@@ -3434,7 +3444,7 @@ def read_config(args):
     try:
         with open(path, encoding="utf-8") as file:
             saved = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
     if isinstance(saved, dict):
@@ -3619,7 +3629,7 @@ def load_run(args, free=("total_timesteps",)):
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
-        if now != value and name not in (*free, *ANYTHING_GOES):
+        if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
     for what, now in made_with().items():
@@ -3919,8 +3929,9 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
-            sys.stdout.reconfigure(line_buffering=True)
+        if hasattr(sys.stdout, "reconfigure"):
+            # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

@@ -66,6 +66,8 @@ class Interrupt:
 
     @classmethod
     def leave(cls, number, _=None):
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
         os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
@@ -1767,8 +1769,9 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
-            sys.stdout.reconfigure(line_buffering=True)
+        if hasattr(sys.stdout, "reconfigure"):
+            # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

@@ -67,6 +67,8 @@ class Interrupt:
 
     @classmethod
     def leave(cls, number, _=None):
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
         os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
@@ -1329,7 +1331,7 @@ def read_config(args):
     try:
         with open(path, encoding="utf-8") as file:
             saved = json.load(file)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise Refused(f"{asked}: {path} cannot be read ({type(error).__name__})") from error
     kinds = {field.name: field.type for field in dataclasses.fields(args)}
     if isinstance(saved, dict):
@@ -1506,7 +1508,7 @@ def load_run(args, free=("total_timesteps",)):
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
-        if now != value and name not in (*free, *ANYTHING_GOES):
+        if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
     for what, now in made_with().items():
@@ -1598,8 +1600,9 @@ def run_script(args_class, main):
     Interrupt.watch()
     code = 1
     try:
-        if hasattr(sys.stdout, "reconfigure"):  # so that nothing is lost where the script ends at once
-            sys.stdout.reconfigure(line_buffering=True)
+        if hasattr(sys.stdout, "reconfigure"):
+            # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         sys.exit(main(read_flags(args_class)))
     except Refused as refusal:
         told, code = str(refusal), 2

@@ -1,30 +1,40 @@
 """Kills, damages and misleads short runs of all scripts, and counts what is lost or goes wrong without a word.
 
-    python benchmark/resilience.py                             every claim, with its full count (many hours)
-    python benchmark/resilience.py --only killed --count 5     one claim, five trials of each script
+    python benchmark/resilience.py                             every claim, with its full count (some hours)
+    python benchmark/resilience.py --only killed --count 5     one claim, five kills in each script
 
 Each trial's outcome is appended to `<folder>/trials.jsonl` as it comes; what stands there is not tried again. The
 table is printed at the end and kept in `<folder>/resilience.md`. Every run is a process of its own, forked from this
 one, which has the slow imports behind it (so this needs Linux or macOS); it is a whole run of a script, but short: a
-few updates of small networks, a warm-up of 20 steps, and a checkpoint after each update.
+few updates of small networks, small pictures, and a checkpoint after each update. The moments of kills and signals
+are counted in seconds of the processor, so that they fall into the run however busy the machine is.
 """
 
 import builtins
 import copy
 import dataclasses
 import errno
+import functools
+import gc
 import glob
 import importlib
+import inspect
 import io
+import itertools
 import json
+import logging
+import math
 import os
 import random
+import resource
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
+import typing
 
 os.environ.setdefault("TQDM_DISABLE", "1")
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
@@ -33,19 +43,22 @@ sys.path.insert(0, ROOT)
 import numpy as np
 import torch
 import tyro
+from PIL import Image
 
+TESTER = "test_obs_reward_model"
 SMALL = {
     "ppo_single_player": "--total-timesteps 384 --num-envs 8 --num-steps 16 --eval-episodes 20 --hidden-size 8",
     "pretrain_vae": "--episodes 40 --held-out-episodes 20 --epochs 2 --batch-size 64 --hidden-size 8 --vae-size 8",
-    "train_world_model": "--boards 4x4 --rows 1000 --held-out-rows 200 --num-updates 60 --check-every 20 "
+    "train_world_model": "--boards 4x4 --rows 1000 --held-out-rows 200 --num-updates 20 --check-every 10 "
                          "--batch-size 64 --hidden-size 8",
-    "hopplus_selfplay": "--total-timesteps 128 --num-envs 8 --num-steps 8 --warmup-meetings 8 --eval-episodes 16 "
-                        "--eval-policy-episodes 40 --hidden-size 8 --vae-size 8 --num-simulations 4 --num-trees 2 "
+    "hopplus_selfplay": "--total-timesteps 128 --num-envs 8 --num-steps 8 --warmup-meetings 8 --eval-episodes 8 "
+                        "--eval-policy-episodes 16 --hidden-size 8 --vae-size 8 --num-simulations 4 --num-trees 2 "
                         "--imagined-per-real 2 --moa-minibatches 2 --num-minibatches 2 --buffer-size 256",
+    TESTER: "--rows 500 --rollouts 20 --samples 1",
 }
-TRAINERS = tuple(SMALL)
-TESTER = "test_obs_reward_model"
+TRAINERS = tuple(name for name in SMALL if name != TESTER)
 TIMES = {"seconds", "warmup_seconds", "sps", "cpu_seconds"}  # what two runs of one seed may differ in
+NAMES = {"run_name", "runs_dir", "resume", "checkpoint"}
 TIME_TAGS = ("time/", "charts/SPS", "charts/UPS", "mcts/simulations_per_second")
 SAID = ("go on with: python", "nothing was written", "is not complete")  # how to go on, in the line of a signal
 
@@ -54,27 +67,66 @@ SAID = ("go on with: python", "nothing was written", "is not complete")  # how t
 class Args:
     only: tuple[str, ...] = ()
     """names of the claims to try; none given: all"""
+    scripts: tuple[str, ...] = ()
+    """names of the scripts to try them on; none given: all"""
     count: int | None = None
     """trials of each claim and script; without it, the full count"""
     folder: str = os.path.join("runs", "benchmark-resilience")
-    """where the runs, the trials' outcomes and the table go"""
+    """where the trials' outcomes and the table go, and the runs, under runs/"""
 
 
 # ------------------------------------------------------------------------------------------------- short runs
 
 
-def module_of(script):
-    """A script, imported, with its warm-up and its last scores shortened."""
-    module = importlib.import_module(script)
+@functools.cache
+def get_ready():
+    """Does once what each run would else do again: slow imports."""
+    for name in ("torch._dynamo", "torch.utils.tensorboard", "torch.utils.tensorboard.summary", "matplotlib.pyplot",
+                 "matplotlib.backends.backend_agg", "PIL.GifImagePlugin", "PIL.PngImagePlugin", "PIL.ImageDraw",
+                 "PIL.ImageFont"):
+        importlib.import_module(name)
+    logging.getLogger("tensorboard").setLevel(logging.ERROR)
+    gc.freeze()
+
+
+source_of = functools.cache(inspect.findsource)
+
+
+PICTURE = b"GIF89a\1\0\1\0\0\0\0,\0\0\0\0\1\0\1\0\0\2\1\0\0;"  # one point
+
+
+def plain_figure(title, width, height, columns=1):
+    """What pretrain_vae draws on, small and without letters."""
+    from matplotlib.figure import Figure
+
+    result = Figure(figsize=(2, 1), dpi=30)
+    axes = result.subplots(1, columns, squeeze=False)[0]
+    for ax in axes:
+        ax.set_axis_off()
+    return result, axes
+
+
+def shorten(module, script):
+    """Shortens a script's warm-up and last scores, and makes its pictures small; only in the processes of runs."""
+    if hasattr(module, "draw_board"):
+        module.draw_board.__defaults__ = ("", 16)
+    if script == "pretrain_vae":
+        module.figure = plain_figure
+    if script == TESTER:
+        module.plot = lambda path, *_: module.write_file(path, PICTURE)
     if script == "hopplus_selfplay":
-        module.WORLD_STEPS, module.WORLD_UPDATES, module.WARMUP_EPOCHS = 500, 20, 1
-        module.report_models.__wrapped__.__defaults__, module.score_world.__wrapped__.__defaults__ = (100, 2), (500,)
+        module.record_game = lambda *_: [Image.new("RGB", (8, 8))]
+        module.WORLD_STEPS, module.WORLD_UPDATES, module.WARMUP_EPOCHS = 200, 10, 1
+        module.report_models.__wrapped__.__defaults__, module.score_world.__wrapped__.__defaults__ = (40, 2), (200,)
     return module
 
 
-def start(script, line, log, fault=None):
+def start(script, line, log, fault=None, place=None):
     """Begins a run in a process of its own, its output in `log`.out and `log`.err. -> number of the process"""
-    module = module_of(script)
+    get_ready()
+    module = importlib.import_module(script)
+    for group in module.Args.__mro__[:-1]:  # which tyro reads for --help at every start
+        source_of(group)
     stops = {signal.SIGINT, signal.SIGTERM}
     signal.pthread_sigmask(signal.SIG_BLOCK, stops)
     process = os.fork()
@@ -85,8 +137,12 @@ def start(script, line, log, fault=None):
     try:
         for number, end in ((1, "out"), (2, "err")):
             os.dup2(os.open(f"{log}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout = open(1, "w", closefd=False, encoding="utf-8")
+        sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")
         torch.set_num_threads(1)
+        os.chdir(place or ".")
+        shorten(module, script)
+        inspect.findsource = source_of
         module.Interrupt.watch()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, stops)
         sys.argv = [f"{script}.py", *line]
@@ -103,20 +159,31 @@ def start(script, line, log, fault=None):
         os._exit(code)
 
 
-def wait(process, seconds=300):
-    """-> the exit code, minus the signal's number where one killed it, None if it goes on"""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
+def worked(process, since):
+    """The seconds that a process has had of the processor (of the clock, where that is not told)."""
+    try:
+        return time.clock_gettime(-8 * process - 6)  # Linux: the clock of another process
+    except OSError:
+        return time.monotonic() - since
+
+
+def wait(process, seconds=300, work=math.inf):
+    """-> the exit code, minus the signal's number where one killed it; None if it goes on after so many seconds,
+    or after so many of the processor's"""
+    since = time.monotonic()
+    while time.monotonic() < since + seconds:
         done, status = os.waitpid(process, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
+        if worked(process, since) > work:
+            return None
         time.sleep(0.002)
     return None
 
 
-def finish(script, line, log, fault=None, seconds=300):
+def finish(script, line, log, fault=None, seconds=300, place=None):
     """A whole run. -> exit code, what it told on stderr"""
-    process = start(script, line, log, fault)
+    process = start(script, line, log, fault, place)
     code = wait(process, seconds)
     if code is None:
         os.kill(process, signal.SIGKILL)
@@ -136,8 +203,22 @@ def one_line(code, lines, codes=(2,)):
     return code in codes and len(lines) == 1 and lines[0].startswith("error: ")
 
 
+def noise(lines):
+    """What a run that went well should not have told."""
+    return [line for line in lines if not line.startswith("warning: ")]
+
+
+def runs_of(args, name):
+    """Where a run of this name goes."""
+    os.makedirs(os.path.join(args.folder, "runs"), exist_ok=True)
+    return os.path.join(args.folder, "runs", name)
+
+
 def command(script, folder, *more):
-    return [*SMALL[script].split(), "--save-every", "0", "--runs-dir", os.path.dirname(folder), "--run-name",
+    """The flags of a short run into a folder; the tester tests the undisturbed run beside it."""
+    where = ["--checkpoint", os.path.join(os.path.dirname(folder), "train_world_model-undisturbed")]
+    where = where if script == TESTER else ["--save-every", "0", "--final-time", "10"]
+    return [*SMALL[script].split(), *where, "--runs-dir", os.path.dirname(folder), "--run-name",
             os.path.basename(folder), *more]
 
 
@@ -147,16 +228,19 @@ def go_on(script, folder):
 
 
 def reference(args, script):
-    """A run that nothing disturbs. -> its folder, the seconds that it takes"""
-    folder = os.path.join(args.folder, f"{script}-undisturbed")
+    """A run that nothing disturbs. -> its folder, the processor's seconds that it takes"""
+    folder = runs_of(args, f"{script}-undisturbed")
     if not os.path.isfile(folder + ".json"):
+        if script == TESTER:
+            reference(args, "train_world_model")
         shutil.rmtree(folder, ignore_errors=True)
-        begun = time.monotonic()
+        before = os.times()
         code, lines = finish(script, command(script, folder), folder)
-        if code:
-            raise SystemExit(f"{script} does not run: {lines}")
+        if code or lines:
+            raise SystemExit(f"{script} does not run: exit code {code}, {lines}")
+        after = os.times()
         with open(folder + ".json", "w", encoding="utf-8") as file:
-            json.dump(time.monotonic() - begun, file)
+            json.dump(after.children_user + after.children_system - before.children_user - before.children_system, file)
     with open(folder + ".json", encoding="utf-8") as file:
         return folder, json.load(file)
 
@@ -164,7 +248,7 @@ def reference(args, script):
 def timeless(part):
     """Content without times and without the run's own name."""
     if isinstance(part, dict):
-        return {key: timeless(value) for key, value in part.items() if key not in TIMES | {"run_name", "runs_dir", "resume"}}
+        return {key: timeless(value) for key, value in part.items() if key not in TIMES | NAMES}
     return [timeless(value) for value in part] if isinstance(part, (list, tuple)) else part
 
 
@@ -181,107 +265,208 @@ def equal(one, two):
 def points(folder):
     """What TensorBoard shows of a run: (tag, step, value) of all scalars that tell no times."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    events = EventAccumulator(folder, size_guidance={"scalars": 0})
+    events = EventAccumulator(folder, size_guidance={"scalars": 0, "images": 1, "tensors": 1})
     events.Reload()
     return {(tag, point.step, repr(point.value)) for tag in events.Tags()["scalars"]
             if not tag.startswith(TIME_TAGS) for point in events.Scalars(tag)}
 
 
+def read(folder, name):
+    """A file of a run, without times."""
+    path = os.path.join(folder, name)
+    if name.endswith(".json"):
+        with open(path, encoding="utf-8") as file:
+            return timeless(json.load(file))
+    if name.endswith(".pt"):
+        return timeless(torch.load(path, weights_only=True))
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def files(folder):
+    """The files of a run by name, but for those of TensorBoard, of which there are more after a resume."""
+    found = glob.glob("**", root_dir=folder, recursive=True)
+    return sorted(name for name in found if os.path.isfile(os.path.join(folder, name)) and "tfevents" not in name)
+
+
+@functools.lru_cache(8)
+def undisturbed(folder):
+    """What a run left: its files and its points; kept, for every trial compares with it."""
+    return {name: read(folder, name) for name in files(folder)}, points(folder)
+
+
 def differences(folder, other):
-    """What two runs that should be the same differ in."""
-    found = []
-    for name in ("results.json", "config.json"):
-        one, two = (timeless(json.load(open(os.path.join(each, name), encoding="utf-8"))) for each in (folder, other))
-        found += [] if equal(one, two) else [name]
-    one, two = (timeless(torch.load(os.path.join(each, "checkpoint.pt"), weights_only=True)) for each in (folder, other))
-    found += [] if equal(one, two) else ["checkpoint.pt"]
-    found += [] if points(folder) == points(other) else ["TensorBoard"]
-    left = glob.glob(os.path.join(folder, "**", "*.new"), recursive=True)
-    return found + [os.path.basename(name) for name in left]
+    """What a run differs in from another that should be the same. It may have more pictures, of the moment when it was
+    stopped; and its checkpoint before the last the last's content, where it was resumed just before its end."""
+    theirs, shown = undisturbed(other)
+    found = [name for name in files(folder) if name not in theirs and not name.startswith("pictures")]
+    found += [name for name in theirs if name != "checkpoint-before.pt" and not (
+        os.path.isfile(os.path.join(folder, name)) and equal(read(folder, name), theirs[name]))]
+    return found + ([] if points(folder) == shown else ["TensorBoard"])
 
 
 # ------------------------------------------------------------------------------------------------- trials
-# Each yields (script, number) -> what went wrong, "" if nothing. A trial is reproducible from its number but for
-# the moment of a kill.
+# Each takes (args, script, number) -> what went wrong, "" if nothing, None if there is no such trial; or, where it
+# tries many times in a run, how often by the moment. A trial is reproducible from its number but for the very
+# moments of kills and signals.
 
 
-def dies_while_saving(number):
-    """The process kills itself at some call that brings a file to the disk."""
+def at_writes(calls, act):
+    """A fault: act(number, path, go_on, half) is called in place of the number-th of those calls, named in
+    `calls`, by which something comes to the disk. go_on() does what the script asked, half() writes half of it."""
     def fault(module):
-        calls = [0]
-        for name in ("fsync", "replace"):
-            def deadly(*parts, real=getattr(os, name)):
-                calls[0] += 1
-                if calls[0] == number:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                return real(*parts)
-            setattr(os, name, deadly)
+        count, real = itertools.count(1), builtins.open
+
+        def watched(name, own):
+            if name not in calls:
+                return own
+            return lambda *parts, **named: act(next(count), parts[0], lambda: own(*parts, **named), lambda: None)
+
+        class Watched(io.FileIO):
+            def write(self, data):
+                write = super().write
+                data = bytes(data)
+                if "write" not in calls:
+                    return write(data)
+                return act(next(count), self.name, lambda: write(data), lambda: write(data[:len(data) // 2]))
+
+        def opened(path, mode="r", buffering=-1, encoding=None, errors=None, newline=None, **named):
+            if not set(mode) & set("wax+") or str(path).endswith((".out", ".err")):
+                return real(path, mode, buffering, encoding, errors, newline, **named)
+            if "open" in calls:
+                act(next(count), path, lambda: None, lambda: None)
+            raw = Watched(path, mode.replace("b", "").replace("t", ""))
+            file = io.BufferedRandom(raw) if "+" in mode else io.BufferedWriter(raw)
+            return file if "b" in mode else io.TextIOWrapper(file, encoding, errors, newline)
+
+        builtins.open = io.open = opened
+        for name in ("fsync", "replace", "rename", "mkdir"):
+            setattr(os, name, watched(name, getattr(os, name)))
     return fault
 
 
-def killed(args, script, number, kills=3):
-    """SIGKILL, `kills` times in a run, a third of them during a save."""
-    whole, seconds = reference(args, script)
-    draw, folder = random.Random(f"killed {script} {number}"), os.path.join(args.folder, f"{script}-killed")
+def dies_while_saving(number):
+    """A fault: the process kills itself at some call by which something comes to the disk, half of it written."""
+    def act(count, path, go_on, half):
+        if count == number:
+            half()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return go_on()
+    return at_writes(("open", "write", "fsync", "replace", "rename", "mkdir"), act)
+
+
+def dies_in_the_evaluation(work):
+    """A fault: the process kills itself when it has worked for so many seconds on its evaluation."""
+    def fault(module):
+        def deadly(until):
+            while time.process_time() < until:
+                time.sleep(0.001)
+            os.kill(os.getpid(), signal.SIGKILL)
+
+        def report(*parts, own=module.report):
+            threading.Thread(target=deadly, args=(time.process_time() + work,), daemon=True).start()
+            return own(*parts)
+        module.report = report
+    return fault
+
+
+def moment(folder, whole):
+    """Where a run was left, told from what it left."""
+    path = os.path.join(folder, "checkpoint.pt")
+    if not os.path.isfile(path):
+        early = not os.path.isfile(path.replace(".pt", "-before.pt"))
+        return "before the first checkpoint" if early else "in training"
+    over = equal(read(folder, "checkpoint.pt"), undisturbed(whole)[0]["checkpoint.pt"])
+    return "in the evaluation" if over else "in training"
+
+
+def killed(args, script, number, kills=5):
+    """SIGKILL, `kills` times in a run, a third of them during a write, a sixth in the evaluation. -> how often by the
+    moment"""
+    whole, work = reference(args, script)
+    draw, folder = random.Random(f"killed {script} {number}"), runs_of(args, f"{script}-killed")
     shutil.rmtree(folder, ignore_errors=True)
-    count = 0
-    for attempt in range(12 * kills):
-        if count == kills:
-            break
-        saving = draw.random() < 1 / 3
-        process = start(script, go_on(script, folder), folder, dies_while_saving(draw.randint(1, 40)) if saving else None)
-        code = wait(process, 300 if saving else draw.uniform(0, 0.9 * seconds))
+    count = {}
+    while sum(count.values()) < kills:
+        saving, when = draw.random() < 1 / 3, draw.uniform(0.1, 0.6)
+        fault = dies_while_saving(draw.randint(1, 30)) if saving else None
+        if not saving and draw.random() < 1 / 4:
+            fault = dies_in_the_evaluation(0.2 * when * work)
+        process = start(script, go_on(script, folder), folder, fault)
+        code = wait(process, work=math.inf if fault else when * work)
         if code is None:
             os.kill(process, signal.SIGKILL)
             code = wait(process)
-        if code == -signal.SIGKILL:
-            count += 1
-        elif code == 0:
+        if code == 0:
             break
-        else:
+        if code != -signal.SIGKILL or noise(told(folder)):
             return f"exit code {code}: {told(folder)}"
+        when = "in a write" if saving else moment(folder, whole)
+        count[when] = count.get(when, 0) + 1
     code, lines = finish(script, go_on(script, folder), folder)
-    wrong = [f"exit code {code}: {lines}"] if code else differences(folder, whole)
+    wrong = [f"exit code {code}: {lines}"] if code or noise(lines) else differences(folder, whole)
     return ", ".join(wrong) or count
 
 
-def signalled(args, script, number, twice):
-    """Ctrl-C or SIGTERM at a random moment, once or twice; every eighth in a process that begins with its imports."""
-    whole, seconds = reference(args, script)
-    draw, folder = random.Random(f"signalled {script} {number} {twice}"), os.path.join(args.folder, f"{script}-signalled")
-    shutil.rmtree(folder, ignore_errors=True)
-    which = (signal.SIGINT, signal.SIGTERM)[number % 2]
-    if number % 8 == 7:
-        with open(folder + ".err", "w", encoding="utf-8") as err, open(folder + ".out", "w", encoding="utf-8") as out:
-            process = subprocess.Popen([sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)],
-                                       stdout=out, stderr=err).pid
-            time.sleep(0.3)  # Python itself needs a while before it reads the first line of a script
-    else:
-        process = start(script, command(script, folder), folder)
-    code = wait(process, draw.uniform(0, seconds))
-    sent = time.monotonic()
-    for _ in range(1 + twice) if code is None else ():
+def listens(process):
+    """Waits until a process has handlers of its own for signals, which Python itself needs a while for."""
+    for _ in range(1000):
         try:
-            os.kill(process, which)
-        except ProcessLookupError:
-            break
+            with open(f"/proc/{process}/status", encoding="utf-8") as file:
+                caught = next(line for line in file if line.startswith("SigCgt:"))
+            if int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1:
+                return
+        except OSError:  # not Linux, which alone tells
+            return time.sleep(1)
         time.sleep(0.01)
-    code = wait(process) if code is None else code
-    took, lines = time.monotonic() - sent, told(folder)
-    with open(folder + ".out", encoding="utf-8") as file:
-        said = lines + [line for line in file.read().split("\n") if line.startswith("stopped")]
-    if code not in (0, 128 + which) or code and (len(said) != 1 or not any(words in said[0] for words in SAID)):
-        return f"exit code {code}: {said}"
-    if took > 20:
-        return f"it took {took:.0f} s to stop"
+
+
+def signalled(args, script, number, which, twice, signals=8):
+    """Ctrl-C or SIGTERM at random moments, once or twice, `signals` times in a run; the first of every fifth run in
+    a process that begins with its imports. -> how often by the moment"""
+    whole, work = reference(args, script)
+    draw, folder = random.Random(f"signalled {script} {number} {which} {twice}"), runs_of(args, f"{script}-signalled")
+    shutil.rmtree(folder, ignore_errors=True)
+    count = {}
+    while sum(count.values()) < signals:
+        fresh = number % 5 == 0 and not count
+        if fresh:
+            line = [sys.executable, os.path.join(ROOT, script + ".py"), *command(script, folder)]
+            with open(folder + ".err", "wb") as err, open(folder + ".out", "wb") as out:
+                process = subprocess.Popen(line, stdout=out, stderr=err).pid
+            listens(process)
+        else:
+            process = start(script, go_on(script, folder), folder)
+        code = wait(process, work=draw.uniform(0, 3) if fresh else draw.uniform(0, 0.4) * work)
+        if code == 0:
+            break
+        pause = draw.choice((0, 0.01, 0.1))
+        sent = time.monotonic()
+        for _ in range(1 + twice) if code is None else ():
+            try:
+                os.kill(process, which)
+            except ProcessLookupError:
+                break
+            time.sleep(pause)
+        code = wait(process) if code is None else code
+        took, lines = time.monotonic() - sent, noise(told(folder))
+        with open(folder + ".out", encoding="utf-8") as file:
+            said = lines + [line for line in file.read().split("\n") if line.startswith("stopped")]
+        if code not in (0, 128 + which) or code and (len(said) != 1 or not any(words in said[0] for words in SAID)):
+            return f"exit code {code}: {said}"
+        if took > 30:
+            return f"it took {took:.0f} s to stop"
+        when = "in the imports" if fresh and "nothing was written" in said[0] else moment(folder, whole)
+        count[when] = count.get(when, 0) + 1
     code, lines = finish(script, go_on(script, folder), folder)
-    return ", ".join([f"exit code {code}: {lines}"] if code else differences(folder, whole))
+    wrong = [f"exit code {code}: {lines}"] if code or noise(lines) else differences(folder, whole)
+    return ", ".join(wrong) or count
 
 
 def damaged(args, script, number):
     """One bit of a checkpoint is turned, or its end cut off: refused, or the one before is used with a warning."""
     whole, _ = reference(args, script)
-    draw, folder = random.Random(f"damaged {script} {number}"), os.path.join(args.folder, f"{script}-damaged")
+    draw, folder = random.Random(f"damaged {script} {number}"), runs_of(args, f"{script}-damaged")
     shutil.rmtree(folder, ignore_errors=True)
     os.makedirs(folder)
     before = number % 2 == 0
@@ -296,7 +481,7 @@ def damaged(args, script, number):
         content[draw.randrange(len(content))] ^= 1 << draw.randrange(8)
     with open(path, "wb") as file:
         file.write(content)
-    module = module_of(script)
+    module = importlib.import_module(script)
     free = ("epochs",) if script == "pretrain_vae" else ("total_timesteps",)
     error, sys.stderr = sys.stderr, io.StringIO()
     try:
@@ -309,35 +494,52 @@ def damaged(args, script, number):
     return "" if good else "taken without a word"
 
 
-def bad_configs(script, config):
-    """What could stand in a run's config.json instead of what does."""
-    for text in ("", "{", "[]", "null", "17", '"x"', json.dumps({**config, "script": "x.py"}), "\0\0",
+def bad_configs(config):
+    """What could stand in a run's config.json instead of what does: the whole file, then field by field (missing,
+    of a wrong type, out of range, another one than the checkpoint's)."""
+    for text in ("", "{", "[]", "null", "17", '"x"', json.dumps({**config, "script": "x.py"}), "\0\0", "[" * 100_000,
+                 '{"height": ' + "9" * 5000 + "}", json.dumps({**config, "unknown": 1}), json.dumps([config]),
                  json.dumps({key: value for key, value in config.items() if key != "script"})):
         yield text
     for key, value in config.items():
-        if key not in ("script", "version", "resume", "threads", "save_every", "total_timesteps", "epochs", "runs_dir",
-                       "run_name"):
-            yield json.dumps({**config, key: {"x": 1}})
-            yield json.dumps({name: each for name, each in config.items() if name != key})
-            if type(value) in (int, float):
-                yield json.dumps({**config, key: value + 1})
-                yield json.dumps({**config, key: "x"})
+        if key in ("script", "version"):  # done; and any version that has the same flags will do
+            continue
+        if key == "resume":
+            others = [5, {"x": 1}]
+        elif key in ("threads", "save_every", "total_timesteps", "epochs"):  # which may change within reason
+            others = [{"x": 1}, "x", None, -1, math.nan, [None], True]
+            others += [value - 1] if key in ("total_timesteps", "epochs") else []
+        else:
+            others = [{"x": 1}, "x", "\udc80", -1, math.nan, 1e300, 10**30, [None], [[]], not value]
+            others += [None] if value is not None else []
+            others += [value + 1, float(value)] if type(value) is int else []
+            others += [value * 1.5 + 1] if type(value) is float else []
+            others += [value + value[-1:], value[1:]] if value and isinstance(value, list) else []
+        yield json.dumps({name: each for name, each in config.items() if name != key})
+        for other in random.Random(key).sample(others, 2):
+            yield json.dumps({**config, key: other})
 
 
 def configured(args, script, number):
     """A config.json that is damaged, of another script, or does not fit the checkpoint."""
     whole, _ = reference(args, script)
-    folder = os.path.join(args.folder, f"{script}-configured")
+    folder = runs_of(args, f"{script}-configured")
     with open(os.path.join(whole, "config.json"), encoding="utf-8") as file:
-        texts = list(bad_configs(script, json.load(file)))
+        texts = list(bad_configs({**json.load(file), "run_name": os.path.basename(folder)}))
     if number >= len(texts):
         return None
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(whole, folder)
     with open(os.path.join(folder, "config.json"), "w", encoding="utf-8") as file:
         file.write(texts[number])
+    before = sorted(os.listdir(folder))
     code, lines = finish(script, ["--resume", folder], folder)
-    return "" if one_line(code, lines) else f"{texts[number][:80]}: exit code {code}: {lines}"
+    if one_line(code, lines) and sorted(os.listdir(folder)) == before:
+        return ""
+    with open(os.path.join(whole, "config.json"), encoding="utf-8") as file:
+        config, text = json.load(file), texts[number]
+    changed = [part for part in text[1:-1].split(', "') if part not in json.dumps(config)]
+    return f"{str(changed if len(text) > 300 else text)[:200]}: exit code {code}: {lines[-3:]}"
 
 
 ROWS = {
@@ -360,136 +562,229 @@ ROWS = {
 
 
 def misled(args, script, number):
-    """Data files that are no data."""
-    names, folder = [*ROWS, "empty", "cut"], os.path.join(args.folder, f"{script}-misled")
-    if number >= len(names):
-        return None
-    world, path = module_of("train_world_model"), folder + ".npz"
+    """Data files that are no data: wrong contents, arrays that are missing or text or too short, files cut short or
+    with one bit turned."""
+    folder, draw = runs_of(args, f"{script}-misled"), random.Random(f"misled {number}")
+    world, path = importlib.import_module("train_world_model"), folder + ".npz"
     game = {field.name: field.default for field in dataclasses.fields(world.GameArgs)}
     world.save_data(path, world.collect({**game, "num_players": 4}, 200, number))
-    if names[number] in ROWS:
-        with np.load(path) as file:
-            content = ROWS[names[number]](dict(file))
-        np.savez(path, **content)
+    with np.load(path) as file:
+        content = dict(file)
+    cases = {**ROWS}
+    for name in content:
+        cases |= {f"no {name}": lambda c, name=name: {key: part for key, part in c.items() if key != name},
+                  f"text in {name}": lambda c, name=name: {**c, name: np.full(c[name].shape, "x")},
+                  f"{name} too short": lambda c, name=name: {**c, name: c[name][:-1]},
+                  f"{name} of another shape": lambda c, name=name: {**c, name: c[name][..., None]}}
+    names = [*cases, "empty", *(f"cut {trial}" for trial in range(10)), *(f"bit {trial}" for trial in range(10))]
+    if number >= len(names):
+        return None
+    if names[number] in cases:
+        np.savez(path, **cases[names[number]](content))
     else:
         with open(path, "rb+") as file:
-            file.truncate(0 if names[number] == "empty" else 700)
+            data = bytearray(file.read())
+            if names[number].startswith("bit"):
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            else:
+                data = data[:draw.randrange(len(data)) if names[number] != "empty" else 0]
+            file.seek(0)
+            file.truncate()
+            file.write(data)
     shutil.rmtree(folder, ignore_errors=True)
     line = ["--data", path, "--runs-dir", folder]
-    if script == TESTER:
-        line += ["--checkpoint", reference(args, "train_world_model")[0]]
-    else:
-        line += ["--num-updates", "5"]
+    line += ["--checkpoint", reference(args, "train_world_model")[0]] if script == TESTER else ["--num-updates", "5"]
     code, lines = finish(script, line, folder)
     fine = one_line(code, lines) and not os.path.exists(folder)
+    if code == 0 and names[number].startswith("bit"):  # of a date or a name that nobody reads
+        with np.load(path) as file:
+            fine = all(np.array_equal(file[name], content[name]) for name in content)
     if script == TESTER and names[number] == "one row":  # which is enough to test on
         fine = fine or code == 0
-    return "" if fine else f"{names[number]}: exit code {code}: {lines}"
+    return "" if fine else f"{names[number]}: exit code {code}: {lines[-3:]}"
 
 
-PLAYERS = {  # class body -> whether it plays at all, for some steps
-    "raises at once": "    def act(self, o, m, s, g):\n        raise KeyError('x')\n",
-    "raises later": "    n = 0\n    def act(self, o, m, s, g):\n        self.n += 1\n        return s // (self.n < 30)\n"
-                    "    def reset(self, w):\n        if self.n > 30:\n            raise ValueError('later')\n",
-    "ends the script": "    n = 0\n    def act(self, o, m, s, g):\n        self.n += 1\n        if self.n > 20:\n"
-                       "            import sys; sys.exit(0)\n        return s * 0\n",
-    "ends it at once": "    def __init__(self):\n        raise SystemExit(0)\n    def act(self, *a):\n        pass\n",
-    "no act": "    pass\n",
-    "floats": "    def act(self, o, m, s, g):\n        return s * 0.5\n",
-    "too few": "    def act(self, o, m, s, g):\n        return s[1:]\n",
-    "a list": "    def act(self, o, m, s, g):\n        return [4] * len(s)\n",
-    "no Python": "    def act(self\n",
-    "other arguments": "    def act(self):\n        return 4\n",
-    "raises in reset": "    n = 0\n    def reset(self, w):\n        self.n += 1\n        if self.n > 3:\n            1 / 0\n"
-                       "    def act(self, o, m, s, g):\n        return s * 0\n",
+LATER = "    n = 0\n    def act(self, o, g):\n        self.n += 1\n        s = o['step']\n        if self.n > 20:\n" \
+        "            {}\n        return s * 0\n"
+AT_ONCE = "    def act(self, o, g):\n        s = o['step']\n        {}\n        return s * 0\n"
+FAULTS = ("raise KeyError('x')", "1 / 0", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "raise GeneratorExit",
+          "raise MemoryError", "self.act(o, g)", "torch.zeros(10**15)", "return s * 0.5", "return s[1:]", "return None",
+          "return [4] * len(s)", "return s[:, None]", "return torch.zeros(len(s), dtype=torch.int64, device='meta')",
+          "raise ValueError('two\\nlines')", "raise type('E', (Exception,), {'__repr__': lambda self: 'two\\nlines'})",
+          "raise type('E', (Exception,), {'__repr__': None})", "import nothing_such", "o['nothing']", "return s + 7",
+          "return s - 1", "return s + 2**40", "return s.to(torch.uint8) + 200")
+PLAYERS = {  # what is wrong -> (the exit codes that are right, the file)
+    **{f"at once: {fault}": ((2,), AT_ONCE.format(fault)) for fault in FAULTS},
+    **{f"later: {fault}": ((1,), LATER.format(fault)) for fault in FAULTS},
+    "raises as it is made": ((2,), "    def __init__(self):\n        raise SystemExit(0)\n" + AT_ONCE.format("pass")),
+    "no act": ((2,), "    pass\n"),
+    "act is no function": ((2,), "    act = 5\n"),
+    "no Python": ((2,), "    def act(self\n"),
+    "other arguments": ((2,), "    def act(self):\n        return 4\n"),
+    "needs something": ((2,), "    def __init__(self, x):\n        pass\n" + AT_ONCE.format("pass")),
+    "not UTF-8": ((2,), "    x = '\udcff'\n" + AT_ONCE.format("pass")),
+    "a zero byte": ((2,), "    x = '\0'\n" + AT_ONCE.format("pass")),
+    "reset raises later": ((1,), "    n = 0\n    def reset(self, w):\n        self.n += 1\n        if self.n > 3:\n"
+                           "            1 / 0\n    def act(self, o, g):\n        return o['step'] * 0\n"),
+    "reset is no function": ((2,), "    reset = 5\n" + AT_ONCE.format("pass")),
+    "reset takes nothing": ((2,), "    def reset(self):\n        pass\n" + AT_ONCE.format("pass")),
+    "nothing": ((2,), None),
 }
 
 
 def played(args, script, number):
-    """Player files that raise, end the script, or answer nonsense: theirs in one line, the run can go on."""
-    names, folder = list(PLAYERS), os.path.join(args.folder, f"{script}-played")
+    """Player files that raise, end the script, or answer nonsense: theirs in one line, and the run goes on to its end
+    with the file mended."""
+    names, folder = list(PLAYERS), runs_of(args, f"{script}-played")
     if number >= len(names):
         return None
     shutil.rmtree(folder, ignore_errors=True)
-    path = folder + ".py"
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(f"import torch\n\n\nclass Me:\n{PLAYERS[names[number]]}")
+    path, (codes, body) = folder + ".py", PLAYERS[names[number]]
+    with open(path, "w", encoding="utf-8", errors="surrogateescape") as file:
+        file.write(f"import torch\n\n\nclass Me:\n{body}" if body else "")
     learner = {"ppo_single_player": "ppo", "hopplus_selfplay": "hop"}[script]
     code, lines = finish(script, command(script, folder, "--players", learner, learner, "ns", f"{path}:Me"), folder)
-    if not one_line(code, lines, (1, 2)) or path not in lines[0]:
-        return f"{names[number]}: exit code {code}: {lines}"
-    return "" if os.path.exists(folder) == (code == 1) else f"{names[number]}: what is left is wrong"
+    if not one_line(code, lines, codes) or path not in lines[0]:
+        return f"{names[number]}: exit code {code}: {lines[-3:]}"
+    if os.path.exists(folder) != (code == 1):
+        return f"{names[number]}: what is left is wrong"
+    if code == 1:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(f"class Me:\n{AT_ONCE.format('pass')}")
+        code, lines = finish(script, ["--resume", folder], folder)
+    return "" if code in (0, 2) else f"{names[number]}, mended: exit code {code}: {lines[-3:]}"
 
 
-WORDS = ("-1", "0", "nan", "inf", "-inf", "1e40", "-1e40", str(10**30), "x", "", "1000000000", "0.5", "1", "7", "True",
-         "{}", "-0", "1e-300", "None")
+WORDS = ("-1", "0", "nan", "inf", "-inf", "1e40", "-1e40", str(10**30), "x", "", "1000000000", "0.5", "1", "2", "7",
+         "True", "{}", "-0", "1e-300", "None", "3.0", "1_000", "0x10", "é", "a b", "1e6", "-0.0001", "--", "64")
+STRINGS = {
+    "players": ("ppo", "hop", "ns", "nh", "nsh", "random", "patient-3", "patient-x", "mix:ns,nh", "mix:", "mix:ns,",
+                "mix:mix:ns,nh", "switch-ns-nh", "human", "no.py:Me", "ppo:1", "a.pt:player_1", ":", "noisy-ns"),
+    "mix": ("ns", "nh", "random", "patient-3", "mix:ns,nh", "x"),
+    "boards": ("4x4", "5x4", "4x4b1", "0x4", "4x4p3", "x", "99x99", "1x1", "4x4s2h2", "4x4p0", "100000x100000"),
+    "run_name": ("a", "..", "a/b", "/", "CON", "x" * 300, " a", "a:b", "é", "-x"),
+    "device": ("cpu", "cuda", "cuda:7", "mps", "meta", "cpu:0", "x"),
+}
+
+
+def some_words(draw, module, field, places):
+    """Words that somebody could type behind a flag: right ones, half of the time; other ones of every sort."""
+    kind = field.type
+    if typing_args := typing.get_args(kind):
+        kind = next((part for part in typing_args if part not in (type(None), ...)), kind)
+    many = draw.choice((1, 1, 2, 3, 4, 5)) if "tuple" in str(field.type) else draw.choice((1, 1, 1, 1, 1, 1, 0, 2))
+    if draw.random() < 0.5:
+        return draw.choices(WORDS, k=many)
+    if field.type is bool:
+        return []
+    if "Literal" in str(field.type):
+        return [draw.choice(typing.get_args(field.type))]
+    if field.name in STRINGS:
+        return draw.choices(STRINGS[field.name], k=many if "tuple" in str(field.type) else 1)
+    if kind is int:
+        return [draw.choice(("1", "2", "3", "4", "5", "8", "16", "20"))] * max(many, 1)
+    if kind is float:
+        return [draw.choice(("0", "0.1", "0.5", "1", "2", "10", "1e3"))] * max(many, 1)
+    return [draw.choice(places)]
 
 
 def flagged(args, script, number):
-    """Flags drawn at random with values of every sort: refused in one line with nothing written, or a proper run."""
-    draw, folder = random.Random(f"flagged {script} {number}"), os.path.join(args.folder, f"{script}-flagged")
+    """Flags drawn at random with values of every sort: refused in one line with nothing written, or a proper run, which
+    is stopped after a while. -> which of these"""
+    draw, folder = random.Random(f"flagged {script} {number}"), runs_of(args, f"{script}-flagged")
     shutil.rmtree(folder, ignore_errors=True)
-    module = module_of(script)
-    fields = [field.name for field in dataclasses.fields(module.Args) if field.name not in ("runs_dir", "resume")]
-    line = SMALL.get(script, "--rows 500 --rollouts 20 --samples 1").split() + ["--runs-dir", folder]
-    if script == TESTER:
-        line += ["--checkpoint", reference(args, "train_world_model")[0]]
-    for name in draw.sample(fields, draw.choice((1, 1, 2))):
-        line += [module.flag(name), *draw.choices(WORDS, k=draw.choice((1, 1, 1, 2)))]
-    process = start(script, line, folder)
-    code = wait(process, 30)
-    if code is None:  # a run, and a long one
-        os.kill(process, signal.SIGINT)
-        code = wait(process, 60)
+    place = os.path.join(folder, "here")
+    os.makedirs(place)
+    module, wholes = importlib.import_module(script), [runs_of(args, f"{each}-undisturbed") for each in SMALL]
+    places = [*wholes, *(os.path.join(whole, name) for whole in wholes for name in ("checkpoint.pt", "config.json")),
+              "nowhere", place, folder + ".err", "/proc/nowhere", "", os.path.join(place, "new")]
+    line = SMALL[script].split() + ["--runs-dir", os.path.join(folder, "runs")]
+    line += ["--checkpoint", reference(args, "train_world_model")[0]] if script == TESTER else ["--final-time", "10"]
+    fields = {field.name: field for field in dataclasses.fields(module.Args)}
+    typed = []
+    for name in draw.sample(sorted(fields), draw.choice((1, 1, 2, 3, 4))):
+        words = some_words(draw, module, fields[name], places)
+        if name == "resume" and words and os.path.isdir(words[0]) and words[0] in wholes:  # a copy, for it may go on
+            shutil.copytree(words[0], os.path.join(folder, "whole"))
+            words[0] = os.path.join(folder, "whole")
+        prefix = "no-" if fields[name].type is bool and draw.random() < 0.1 else ""
+        typed += [module.flag(prefix + name), *words]
+    look = lambda: sorted(glob.glob("**", root_dir=folder, recursive=True))
+    before = look()
+
+    def little_memory(module):
+        resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))  # so that no other process is in need
+
+    process = start(script, line + typed, folder, little_memory, place)
+    code, stopped = wait(process, work=1), 0
+    for patience in (20, 60):  # a run, and a long one; a second signal does not wait for an update's end
+        if code is None:
+            os.kill(process, signal.SIGINT)
+            code, stopped = wait(process, patience), 1
+    if code is None:
+        os.kill(process, signal.SIGKILL)
+        wait(process)
     lines = told(folder)
-    fine = one_line(code, lines) and not os.path.exists(folder)
-    fine = fine or code == 1 and one_line(code, lines, (1,)) and "finite" in lines[0]  # numbers that overflow
-    fine = fine or code in (0, 130) and not any("Traceback" in text for text in lines)
-    return "" if fine else f"{' '.join(line[-6:])}: exit code {code}: {lines[-3:]}"
+    with open(folder + ".out", encoding="utf-8") as file:
+        said = lines + [text for text in file.read().split("\n") if text.startswith("stopped")]
+    if one_line(code, lines) and look() == before:
+        return {"refused": 1}
+    if code == 0 and not noise(lines) and not any(name.endswith(".new") for name in look()):
+        return {"ran to its end": 1}
+    if code == 130 and stopped and len(said) == 1 and any(words in said[0] for words in SAID):
+        return {"ran until it was stopped": 1}
+    if one_line(code, lines, (1,)) and ("finite" in lines[0] or "the memory is full" in lines[0]):
+        return {"ended in one line by numbers not finite or memory": 1}
+    left = sorted({*look()} - {*before})
+    return f"{' '.join(map(repr, typed))}: exit code {code}: {said[-3:]}, left: {left[:3]}"
 
 
-def fills_up(number, code):
-    """From the number-th opening of a file to write on, there is no place (or no folder, or no right to write)."""
-    def fault(module):
-        openings, real = [0], builtins.open
-
-        def full(path, mode="r", *parts, **named):
-            if any(letter in mode for letter in "wax+") and not str(path).endswith((".out", ".err")):
-                openings[0] += 1
-                if openings[0] >= number:
-                    if code == errno.ENOSPC and "a" not in mode:
-                        real(path, mode, *parts, **named).close()  # the empty file is made before there is no place
-                    raise OSError(code, os.strerror(code), path)
-            return real(path, mode, *parts, **named)
-        builtins.open = io.open = full
-    return fault
+def fails_from(number, calls, code, log):
+    """A fault: from the number-th of those calls on, each fails; that it came to this is noted in `log`.hit."""
+    def act(count, path, go_on, half):
+        if count < number:
+            return go_on()
+        os.close(os.open(log + ".hit", os.O_CREAT | os.O_WRONLY))
+        half()
+        raise OSError(code, os.strerror(code), path)
+    return at_writes(calls, act)
 
 
-def full(args, script, number):
-    """A disk that is full from some write on (or read-only, or gone): one line; then the run goes on as if never."""
-    folder = os.path.join(args.folder, f"{script}-full")
+def broken(args, script, number, calls, code):
+    """A disk that fails from the number-th call on: one line; then the run goes on as if nothing had been."""
+    folder, whole = runs_of(args, f"{script}-broken"), reference(args, script)[0]
     shutil.rmtree(folder, ignore_errors=True)
-    code = (errno.ENOSPC, errno.EROFS, errno.ENOENT)[number % 3]
-    line = command(script, folder) if script != TESTER else [
-        "--rows", "500", "--rollouts", "20", "--samples", "1", "--runs-dir", args.folder, "--run-name",
-        os.path.basename(folder), "--checkpoint", reference(args, "train_world_model")[0]]
-    ended, lines = finish(script, line, folder, fills_up(number + 1, code))
-    if ended == 0:
+    if os.path.exists(folder + ".hit"):
+        os.remove(folder + ".hit")
+    ended, lines = finish(script, command(script, folder), folder, fails_from(number, calls, code, folder))
+    if not os.path.exists(folder + ".hit"):
         return None  # there are not so many writes
+    what = f"{errno.errorcode[code]} at write {number}: "
     if not one_line(ended, lines, (1, 2)):
-        return f"write {number + 1}: exit code {ended}: {lines[-3:]}"
+        return f"{what}exit code {ended}: {lines[-3:]}"
     if glob.glob(os.path.join(folder, "**", "*.new"), recursive=True) or os.path.exists(folder + ".new"):
-        return f"write {number + 1}: a half-written file is left"
+        return f"{what}a half-written file is left"
     if script == TESTER:
         return ""
     ended, lines = finish(script, go_on(script, folder), folder)
-    wrong = [f"exit code {ended}: {lines}"] if ended else differences(folder, reference(args, script)[0])
-    return ", ".join(f"write {number + 1}: {part}" for part in wrong)
+    wrong = [f"exit code {ended}: {lines}"] if ended or noise(lines) else differences(folder, whole)
+    return ", ".join(what + part for part in wrong)
+
+
+def full(args, script, number):
+    """From some write on there is no place on the disk; half of that write still is on it."""
+    return broken(args, script, number + 1, ("write", "mkdir"), errno.ENOSPC)
+
+
+def gone(args, script, number):
+    """From some change of a folder on it is read-only, or gone."""
+    code = (errno.EROFS, errno.ENOENT)[number % 2]
+    return broken(args, script, number + 1, ("open", "replace", "rename", "mkdir"), code)
 
 
 def repeated(args, script, number):
     """The same seed a second time: the same files but for times."""
-    folder = os.path.join(args.folder, f"{script}-repeated")
+    folder = runs_of(args, f"{script}-repeated")
     shutil.rmtree(folder, ignore_errors=True)
     code, lines = finish(script, command(script, folder), folder)
     return ", ".join([f"exit code {code}: {lines}"] if code else differences(folder, reference(args, script)[0]))
@@ -497,7 +792,7 @@ def repeated(args, script, number):
 
 def lawful(args, script, number, steps=20_000, games=400):
     """A board drawn at random, random actions on it: pieces, masks, rewards, relabelled players."""
-    module, draw = module_of("hopplus_selfplay"), random.Random(f"lawful {number}")
+    module, draw = importlib.import_module("hopplus_selfplay"), random.Random(f"lawful {number}")
     n, blocks = draw.randint(2, 6), draw.randint(0, 2)
     board = dict(num_players=n, height=draw.randint(4, 8), width=draw.randint(5, 8), stags=draw.randint(0, 3),
                  hares=draw.randint(1, 5), max_blocks=blocks, final_time=draw.randint(1, 40))
@@ -531,44 +826,57 @@ def lawful(args, script, number, steps=20_000, games=400):
 # ------------------------------------------------------------------------------------------------- the table
 
 CLAIMS = {  # name -> (the claim, full count for each script, scripts, the trial)
-    "killed": ("SIGKILL at random moments, a third of them during a save, resumed (3 kills in each run)", 34, TRAINERS, killed),
-    "once": ("Ctrl-C or SIGTERM, resumed", 40, TRAINERS, lambda *parts: signalled(*parts, False)),
-    "twice": ("Ctrl-C or SIGTERM twice, resumed", 40, TRAINERS, lambda *parts: signalled(*parts, True)),
-    "damaged": ("checkpoints cut short or with one bit turned: refused, or the older one with a warning", 250, TRAINERS, damaged),
-    "configs": ("wrong config.json: one line, exit code 2", 500, TRAINERS, configured),
-    "data": ("wrong data files: one line, exit code 2", 500, ("train_world_model", TESTER), misled),
-    "players": ("wrong player files: one line, and the run can go on", 500, ("ppo_single_player", "hopplus_selfplay"), played),
-    "flags": ("generated flags: one line and nothing written, or a proper run", 100, (*TRAINERS, TESTER), flagged),
-    "full": ("disk full, read-only or gone from some write on: one line, then resumed", 5000, (*TRAINERS, TESTER), full),
+    "repeated": ("two runs of one seed: the same files but for times", 1, (*TRAINERS, TESTER), repeated),
     "game": ("20,000 steps of random actions on a random board", 50, ("the game",), lawful),
-    "repeated": ("two runs of one seed", 1, TRAINERS, repeated),
+    "damaged": ("checkpoints cut short or with one bit turned: refused, or the older one with a warning", 250,
+                TRAINERS, damaged),
+    "configs": ("wrong config.json: one line, exit code 2", math.inf, TRAINERS, configured),
+    "data": ("wrong data files: one line, exit code 2", math.inf, ("train_world_model", TESTER), misled),
+    "players": ("wrong player files: one line; once mended the run goes on", math.inf,
+                ("ppo_single_player", "hopplus_selfplay"), played),
+    "flags": ("generated flags: one line and nothing written, or a proper run", 100, (*TRAINERS, TESTER), flagged),
+    "killed": ("SIGKILL, a third in a write, a sixth in the evaluation, resumed", 100, TRAINERS, killed),
+    **{f"{name}{' twice' * twice}": (f"{name}{', twice' * twice}, resumed", 40, TRAINERS,
+                                     functools.partial(signalled, which=which, twice=twice))
+       for twice in (False, True) for name, which in (("Ctrl-C", signal.SIGINT), ("SIGTERM", signal.SIGTERM))},
+    "full": ("disk full from each write on: one line, then resumed", math.inf, (*TRAINERS, TESTER), full),
+    "gone": ("disk read-only or folder gone from each write on: one line, then resumed", math.inf,
+             (*TRAINERS, TESTER), gone),
 }
 
 
 def read_trials(args):
-    """{(claim, script): {number: what went wrong, "" if nothing, None if there is no such trial}}"""
+    """{(claim, script): {number: (what went wrong, "" if nothing, None if there is no such trial; seconds)}}"""
     trials = {}
     path = os.path.join(args.folder, "trials.jsonl")
     for line in open(path, encoding="utf-8") if os.path.exists(path) else ():
-        claim, script, number, wrong = json.loads(line)
-        trials.setdefault((claim, script), {})[number] = wrong
+        claim, script, number, wrong, seconds = json.loads(line)
+        trials.setdefault((claim, script), {})[number] = wrong, seconds
     return trials
+
+
+def tried(wrong):
+    """How many trials an outcome stands for."""
+    return sum(wrong.values()) if isinstance(wrong, dict) else wrong is not None
 
 
 def table(trials):
     """The table of all claims that were tried."""
-    lines = ["| claim | trials | wrong | by script (trials, wrong) |", "|---|---|---|---|"]
+    lines = ["| claim | trials | wrong | by script | minutes |", "|---|---|---|---|---|"]
     for claim, (text, _, scripts, _) in CLAIMS.items():
-        parts, total, faults, kills = [], 0, 0, 0
+        parts, sorts, total, faults, seconds = [], {}, 0, 0, 0.0
         for script in scripts:
-            own = [wrong for wrong in trials.get((claim, script), {}).values() if wrong is not None]
-            bad = sum(isinstance(wrong, str) and wrong != "" for wrong in own)
-            kills += sum(wrong for wrong in own if isinstance(wrong, int))
-            total, faults = total + len(own), faults + bad
-            parts += [f"`{script}` {len(own)}, {bad}"] if own else []
+            own = [wrong for wrong, _ in trials.get((claim, script), {}).values()]
+            seconds += sum(took for _, took in trials.get((claim, script), {}).values())
+            for wrong in own:
+                for sort, count in wrong.items() if isinstance(wrong, dict) else ():
+                    sorts[sort] = sorts.get(sort, 0) + count
+            count = sum(map(tried, own))
+            total, faults = total + count, faults + sum(isinstance(wrong, str) and wrong != "" for wrong in own)
+            parts += [f"{count} `{script}`" if script in SMALL else f"{count} {script}"] if count else []
         if total:
-            said = f"{total:,} ({kills} kills)" if kills else f"{total:,}"
-            lines.append(f"| {text} | {said} | {faults} | {'; '.join(parts)} |")
+            said = "".join(f"; {count} {sort}" for sort, count in sorts.items())
+            lines.append(f"| {text} | {total:,} | {faults} | {', '.join(parts)}{said} | {seconds / 60:.0f} |")
     return "\n".join(lines)
 
 
@@ -576,29 +884,32 @@ def try_claim(args, claim):
     """Makes the trials of a claim that have not been made."""
     _, most, scripts, trial = CLAIMS[claim]
     for script in scripts:
-        for number in range(args.count or most):
-            done = read_trials(args).get((claim, script), {})
-            if None in done.values() and number > min(done, key=lambda key: done[key] is not None):
-                break  # there are no more
-            if number in done:
-                continue
-            wrong = trial(args, script, number)
-            with open(os.path.join(args.folder, "trials.jsonl"), "a", encoding="utf-8") as file:
-                file.write(json.dumps([claim, script, number, wrong]) + "\n")
-            if isinstance(wrong, str) and wrong:
-                print(f"{claim} {script} {number}: {wrong}", flush=True)
-            if wrong is None:
+        if args.scripts and script not in args.scripts:
+            continue
+        done = read_trials(args).get((claim, script), {})
+        for number in itertools.count():
+            if number not in done:
+                begun = time.monotonic()
+                wrong = trial(args, script, number)
+                done[number] = wrong, round(time.monotonic() - begun, 2)
+                with open(os.path.join(args.folder, "trials.jsonl"), "a", encoding="utf-8") as file:
+                    file.write(json.dumps([claim, script, number, *done[number]]) + "\n")
+                if isinstance(wrong, str) and wrong:
+                    print(f"{claim} {script} {number}: {wrong}", flush=True)
+            if done[number][0] is None or sum(tried(wrong) for wrong, _ in done.values()) >= (args.count or most):
                 break
 
 
 def main(args):
-    unknown = [name for name in args.only if name not in CLAIMS]
-    if unknown:
-        sys.exit(f"--only {' '.join(unknown)}: there are {', '.join(CLAIMS)}")
+    for name, known in (*((name, CLAIMS) for name in args.only), *((name, SMALL) for name in args.scripts)):
+        if name not in known:
+            sys.exit(f"{name}: there are {', '.join(known)}")
     args.folder = os.path.abspath(args.folder)
     os.makedirs(args.folder, exist_ok=True)
     torch.set_num_threads(1)
-    importlib.import_module("torch.utils.tensorboard")  # so that no run needs to import it
+    get_ready()
+    for script in SMALL:
+        reference(args, script)
     for claim in args.only or CLAIMS:
         try_claim(args, claim)
     trials = read_trials(args)

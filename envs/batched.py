@@ -432,15 +432,15 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
-        except (Exception, SystemExit) as error:
-            raise Refused(f"--players {name} cannot play: {error!r}") from error
+        except BaseException as error:
+            raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 
     def ask(self, method, *parts):
         """Lets the player do something; what it raises is its own fault."""
         try:
             return getattr(self.player, method)(*parts)
-        except (Exception, SystemExit) as error:
-            raise Failed(f"--players {self.name}: its {method} raised {error!r}") from error
+        except BaseException as error:  # also what it raises to end the script: Ctrl-C raises nothing
+            raise Failed(f"--players {self.name}: its {method} raised {self.describe(error)}") from error
 
     def reset(self, which):
         if hasattr(self.player, "reset"):
@@ -452,7 +452,7 @@ class UserPlayer:
         own = {key: (part[:, seat] if part.dim() > 1 else part).clone() for key, part in observation.items()}
         action = self.ask("act", own, generator)
         got = type(action).__name__
-        if isinstance(action, torch.Tensor):
+        if isinstance(action, torch.Tensor) and action.layout == torch.strided and not action.is_meta:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")

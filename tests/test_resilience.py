@@ -1,7 +1,9 @@
 """A short form of benchmark/resilience.py, which tells what is tried; and the single parts that it rests on."""
 
 import dataclasses
+import importlib
 import os
+import signal
 import subprocess
 import sys
 
@@ -25,11 +27,13 @@ def trials(tmp_path_factory):
 
 
 @pytest.mark.parametrize("claim, name, number", [
-    ("once", "train_world_model", 2), ("full", "train_world_model", 3),
+    ("SIGTERM", "train_world_model", 1), ("full", "train_world_model", 1), ("full", "train_world_model", 5),
+    ("gone", "train_world_model", 8),
     *(("damaged", "train_world_model", number) for number in range(20)),
-    *(("configs", "train_world_model", number) for number in (0, 2, 6, 10, 11)),
-    ("data", "train_world_model", 2), ("data", "train_world_model", 4), ("players", "ppo_single_player", 1),
-    ("flags", "ppo_single_player", 0), ("game", "the game", 1)])
+    *(("configs", "train_world_model", number) for number in (0, 2, 6, 8, 15, 16)),
+    ("data", "train_world_model", 2), ("data", "train_world_model", 4),
+    *(("players", "ppo_single_player", number) for number in (3, 13, 16)),
+    *(("flags", "ppo_single_player", number) for number in range(2, 6)), ("game", "the game", 1)])
 def test_trial(trials, claim, name, number):
     wrong = resilience.CLAIMS[claim][3](trials, name, number)
     assert not isinstance(wrong, str) or wrong == ""
@@ -37,8 +41,8 @@ def test_trial(trials, claim, name, number):
 
 
 def test_a_killed_run_ends_as_if_nothing_had_been(trials):
-    """A fast machine may end the run before the second kill."""
-    assert resilience.killed(trials, "train_world_model", 0, kills=2) in (1, 2)
+    """A fast machine may end the run before the last kill."""
+    assert isinstance(resilience.killed(trials, "train_world_model", 0), dict)
 
 
 def test_a_trial_sees_what_is_wrong(trials):
@@ -46,7 +50,8 @@ def test_a_trial_sees_what_is_wrong(trials):
     whole, _ = resilience.reference(trials, "train_world_model")
     other = os.path.join(trials.folder, "other-seed")
     assert resilience.finish("train_world_model", resilience.command("train_world_model", other, "--seed", "2"), other)[0] == 0
-    assert resilience.differences(other, whole) == ["results.json", "config.json", "checkpoint.pt", "TensorBoard"]
+    found = resilience.differences(other, whole)
+    assert sorted(found) == ["TensorBoard", "checkpoint.pt", "config.json", "results.json"]
 
 
 def test_a_finished_run_is_left_as_it_is(trials):
@@ -70,6 +75,23 @@ def test_numbers_that_are_not_finite_end_a_run_and_stay_beside_it(trials, name, 
     code, lines = resilience.finish(name, resilience.command(name, folder, *line.split()), folder)
     assert resilience.one_line(code, lines, (1,)) and words in lines[0], lines
     assert os.path.isfile(os.path.join(folder, "not-finite.pt")) and not os.path.exists(os.path.join(folder, "results.json"))
+
+
+def test_a_second_signal_has_no_more_to_tell():
+    """It comes just after the first one's line."""
+    ear, mouth = os.pipe()
+    process = os.fork()
+    if not process:
+        leave = os._exit
+        os.dup2(mouth, 2)
+        script.Interrupt.advice = "nothing was written"
+        script.Interrupt.watch()
+        script.os._exit = lambda code: (os.kill(os.getpid(), signal.SIGTERM), leave(code))
+        os.kill(os.getpid(), signal.SIGINT)
+    os.close(mouth)
+    with os.fdopen(ear) as lines:
+        assert lines.read() == "\nstopped; nothing was written\n"
+    assert os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 130
 
 
 def test_only_finite_numbers_are_learned_from():
@@ -126,7 +148,7 @@ def test_weights_that_are_no_numbers_take_no_seat(tmp_path):
 
 def test_a_note_tells_what_makes_the_last_bit_differ(trials, monkeypatch, capsys):
     folder, _ = resilience.reference(trials, "train_world_model")
-    world = resilience.module_of("train_world_model")
+    world = importlib.import_module("train_world_model")
     made = world.made_with()
     monkeypatch.setattr(world, "made_with", lambda: {**made, "torch": "1.0"})
     assert world.load_run(world.resolve_flags(world.Args(resume=folder))) is not None
