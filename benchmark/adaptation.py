@@ -11,8 +11,9 @@ so far is in `<folder>/adaptation.md` and `.csv` after every run; at the end, a 
 
 The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
 was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these
-three, or whoever of this table does better. `<folder>/references.json` holds both, and who it was. Among trained
-players the 0 is that of a random player among three stag hunters, for that is what they are.
+three, or whoever of this table does better. `<folder>/references.json` holds both, and who it was, for each half of a
+meeting: among players that switch in the middle the halves differ, among others not. Among trained players the 0 is
+that of a random player among three stag hunters, for that is what they are.
 """
 
 import csv
@@ -40,7 +41,7 @@ HOP = "hopplus_selfplay.py"
 KNOWN = " ".join(["mix:ns,nh,noisy-ns,noisy-nh"] * 3)
 EVERYBODY = " ".join(["mix:ns,nh,nsh,random,noisy-ns,noisy-nh,switch-ns-nh,switch-nh-ns"] * 3)
 LONG = "--num-envs 512 --num-steps 64 --num-minibatches 8 --prize-floor 0.5 --learning-rate 3e-3 --total-timesteps 14000000"
-MEMORY = f"{LONG} --memory gru --meeting-episodes 20"
+MEMORY = f"{LONG} --memory gru --meeting-episodes 20 --gamma 0.97"
 # The trained players: script, flags of the training, flags of --mode adapt.
 AGENTS = {
     "hop": (HOP, "", ""),
@@ -96,19 +97,23 @@ class Table:
 
     def add(self, board, agent, seed, others, episodes):
         """Takes in a player's returns; who earns more than anybody before is the new 1."""
-        self.returns[board, agent, seed, others] = np.array(episodes)
+        self.returns[board, agent, seed, others] = episodes = np.array(episodes)
         lowest = self.references[board]["ns ns ns"]["random"] if others in TRAINED else None
-        known = self.references[board].setdefault(others, {"random": lowest, "best": -1e9, "by": None})
-        later = float(np.mean(episodes[10:]))
+        known = self.references[board].setdefault(others, {"random": lowest, "best": [-1e9] * 2, "by": [None] * 2})
+        halves = [half.mean() for half in np.split(episodes, [len(episodes) // 2])]
+        later = halves if "switch" in others else [episodes[10:].mean()] * 2
         if agent == "random":
             known["random"] = later
-        elif later > known["best"]:
-            known |= {"best": later, "by": agent}
+        for half, mean in enumerate(later):
+            if agent != "random" and mean > known["best"][half]:
+                known["best"][half], known["by"][half] = mean, agent
 
     def score(self, key):
         """The scores of a player by episode, of one board, player, seed and line-up."""
-        known = self.references[key[0]][key[3]]
-        return (self.returns[key] - known["random"]) / max(known["best"] - known["random"], 1e-9)
+        known, returns = self.references[key[0]][key[3]], self.returns[key]
+        low, high = (np.repeat(known[what], [len(returns) // 2, len(returns) - len(returns) // 2])
+                     for what in ("random", "best"))
+        return (returns - low) / np.maximum(high - low, 1e-9)
 
     def scores(self, board, agent, span, others=None):
         """Scores of one span of episodes: [seed, line-up]."""
@@ -286,7 +291,9 @@ def write_all(args):
                 values = [table.returns[key][10:20].mean() for key in table.returns
                           if key[:2] == (board, agent) and key[3] == others]
                 cells.append(f"{np.mean(values):.2f}" if values else "")
-            lines.append(f"| {others} | {known['random']:.2f} | {known['best']:.2f} ({known['by']}) | {' | '.join(cells)} |")
+            half = int(10 >= args.episodes // 2)
+            lines.append(f"| {others} | {known['random'][half]:.2f} | {known['best'][half]:.2f} ({known['by'][half]}) | "
+                         f"{' | '.join(cells)} |")
         texts.append("\n".join(lines))
     keep("\n\n".join(texts), os.path.join(args.folder, "adaptation.md"))
     with open(os.path.join(args.folder, "adaptation.csv"), "w", encoding="utf-8", newline="") as file:
@@ -308,17 +315,17 @@ def draw(table, board, path):
     for axis, others in zip(axes.flat, met):
         known = table.references[board][others]
         for value, style in ((known["random"], ":"), (known["best"], "--")):
-            axis.axhline(value, color="grey", linestyle=style, linewidth=1)
+            axis.axhline(value[-1], color="grey", linestyle=style, linewidth=1)
         for agent in AGENTS:
             lines = [table.returns[key] for key in table.returns if key[:2] == (board, agent) and key[3] == others]
             if lines:
                 axis.plot(range(1, len(lines[0]) + 1), np.mean(lines, 0), label=agent, linewidth=1.2)
         axis.set_title(others, fontsize=9)
-        axis.set_ylim(bottom=min(0.0, known["random"]))
+        axis.set_ylim(bottom=min(0.0, *known["random"]))
     for axis in axes.flat[len(met):]:
         axis.set_visible(False)
     axes[0, 0].legend(fontsize=8)
-    figure.suptitle(f"{board}: return by episode of a meeting (dashed: the most anybody earned, dotted: a random player)")
+    figure.suptitle(f"{board}: return by episode of a meeting (dashed: the most anybody earned in the second half, dotted: a random player)")
     figure.tight_layout()
     figure.savefig(path, dpi=80)
     plt.close(figure)
