@@ -277,7 +277,7 @@ class LearningArgs:
 class MeasuringArgs:
     eval_episodes: int = 2_000
     """episodes of the evaluation with search; 0 for none"""
-    eval_policy_episodes: int = 20_000
+    eval_policy_episodes: int = 5_000
     """episodes of the evaluation without search; 0 for none"""
 
 
