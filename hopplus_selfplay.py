@@ -2626,6 +2626,13 @@ class GoalPrior(nn.Module):
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
 
 
+def weigh(memory, likely, prior, change):
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely, and after which a
+    player begins to play another way with a chance of `change`."""
+    joint = memory * likely
+    return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
+
+
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
@@ -2667,25 +2674,21 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
-    def weigh(self, memory, likely, seen):
-        """The memory [P, B, H] after an action that each hypothesis holds so likely, if it was seen [P, B]."""
-        joint = memory * likely
-        total = joint.sum(-1, keepdim=True).clamp(min=1e-30)
-        after = torch.addcmul(CHANGE * self.prior.softmax(-1), joint, (1 - CHANGE) / total)
-        return torch.where(seen[..., None], after, memory)
-
     def remember(self, memory, table, action, seen):
         """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
-        likely = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0].exp()
-        return self.weigh(memory, likely, seen)
+        taken = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
+        likely = (taken - taken.amax(-1, keepdim=True)).exp()
+        return torch.where(seen[..., None], weigh(memory, likely, self.prior.softmax(-1), CHANGE), memory)
 
     def follow(self, memory, table, action, seen):
         """`weigh` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
         and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
-        before = [memory]
-        for likely, there in zip(taken.exp().unbind(1)[:-1], seen.unbind(1)):
-            before.append(self.weigh(before[-1], likely, there))
+        seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
+        likely = torch.where(seen, taken - taken.amax(-1, keepdim=True), 0.0).exp()
+        before, prior = [memory], self.prior.softmax(-1)
+        for step in zip(likely.unbind(1)[:-1], (CHANGE * seen).unbind(1)):
+            before.append(weigh(before[-1], step[0], prior, step[1]))
         before = torch.stack(before, 1)
         return before, (before.clamp(min=1e-30).log() + taken).logsumexp(-1)
 
