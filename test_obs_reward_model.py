@@ -1757,7 +1757,7 @@ def read_flags(args_class):
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
         line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
-        if wrong := re.match("Unrecognized options: (--[^ =]+)", line):
+        if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)
             line += f"; did you mean {near[0]}?" if near else ""

@@ -538,10 +538,13 @@ def test_refused_flags_are_one_line_and_leave_nothing(tmp_path, line, words, mon
     assert not (tmp_path / "runs").exists()
 
 
-def test_command_line(tmp_path):
+def test_command_line(tmp_path, monkeypatch, capsys):
+    """What is refused, in this process; a run, in one of its own."""
+    monkeypatch.setattr(sys, "argv", ["ppo_single_player.py", "--gamma", "1.5"])
+    with pytest.raises(SystemExit) as end:
+        script.run_script(script.Args, script.main)
+    assert end.value.code == 2 and capsys.readouterr().err == "error: --gamma 1.5 must lie between 0 and 1\n"
     command = [sys.executable, os.path.join(HERE, "..", "ppo_single_player.py"), "--runs-dir", str(tmp_path / "runs")]
-    done = subprocess.run([*command, "--gamma", "1.5"], capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr == "error: --gamma 1.5 must lie between 0 and 1\n"
     flags = "--total-timesteps 100 --num-envs 4 --num-steps 8 --eval-episodes 10 --run-name run"
     done = subprocess.run([*command, *flags.split()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

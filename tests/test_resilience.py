@@ -155,7 +155,7 @@ def test_a_note_tells_what_makes_the_last_bit_differ(trials, monkeypatch, capsys
     assert "here is 1.0: what follows will not be the same to the last bit" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("line, words", [("--gama 1", "Unrecognized options: --gama; did you mean --gamma?")])
+@pytest.mark.parametrize("line, words", [("--gama 1", "Unrecognized options: --gama, 1; did you mean --gamma?")])
 def test_flags_that_cannot_be_read_are_one_line(line, words):
     done = subprocess.run([sys.executable, os.path.join(ROOT, "ppo_single_player.py"), *line.split()], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and words in done.stderr

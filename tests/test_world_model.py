@@ -16,7 +16,7 @@ import train_world_model as script
 from envs import batched
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-SMALL = dict(boards=("4x4", "5x6b2"), rows=10_000, held_out_rows=1000, num_updates=400, batch_size=1024,
+SMALL = dict(boards=("4x4", "5x6b2"), rows=10_000, held_out_rows=1000, num_updates=400, batch_size=512,
              check_every=400, save_every=1e9)
 BOARDS = ["4x4", "6x5b2p3", "5x5p6s2"]
 
