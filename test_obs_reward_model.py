@@ -1531,7 +1531,7 @@ def prepare_torch(args):
     """Threads, device and seed."""
     check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)

@@ -154,6 +154,11 @@ def test_a_note_tells_what_makes_the_last_bit_differ(trials, monkeypatch, capsys
     assert "here is 1.0: what follows will not be the same to the last bit" in capsys.readouterr().err
 
 
+def test_a_device_without_numbers_is_refused():
+    with pytest.raises(script.Refused, match="^--device meta cannot be used here: "):
+        script.main(script.Args(device="meta"))
+
+
 @pytest.mark.parametrize("line, words", [("--gama 1", "Unrecognized options: --gama")])
 def test_flags_that_cannot_be_read_are_one_line(line, words):
     done = subprocess.run([sys.executable, os.path.join(ROOT, "ppo_single_player.py"), *line.split()], capture_output=True, text=True)
