@@ -718,7 +718,7 @@ def flagged(args, script, number):
 
     process = start(script, line + typed, folder, little_memory, place)
     code, stopped = wait(process, work=1), 0
-    for patience in (20, 60):  # a run, and a long one; a second signal does not wait for an update's end
+    for patience in (5, 60):  # a run, and a long one; a second signal does not wait for an update's end
         if code is None:
             os.kill(process, signal.SIGINT)
             code, stopped = wait(process, patience), 1
