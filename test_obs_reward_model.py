@@ -437,7 +437,7 @@ def rotated(actions, args):
 
 def window_starts(rows, steps):
     """The rows from which `steps` rows of the same episode follow one another."""
-    last = rows_of(rows) - steps + 1
+    last = max(0, rows_of(rows) - steps + 1)
     following = rows["episode"][:last] == rows["episode"][steps - 1:]
     following &= rows["clock"][:last] + steps - 1 == rows["clock"][steps - 1:]
     return following.nonzero()[:, 0]
@@ -1550,6 +1550,8 @@ def run_folder(args, number=0):
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
+    if len(os.fsencode(name)) > 240:
+        raise Refused(f"--run-name {name} is too long for a folder name")
     folder = os.path.join(args.runs_dir, name)
     if not os.path.exists(folder):
         return folder

@@ -1471,6 +1471,8 @@ def run_folder(args, number=0):
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
+    if len(os.fsencode(name)) > 240:
+        raise Refused(f"--run-name {name} is too long for a folder name")
     folder = os.path.join(args.runs_dir, name)
     if not os.path.exists(folder):
         return folder

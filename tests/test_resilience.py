@@ -31,7 +31,7 @@ def trials(tmp_path_factory):
     *(("damaged", "train_world_model", number) for number in range(20)),
     *(("configs", "train_world_model", number) for number in (0, 2, 6, 8, 15, 16)),
     ("data", "train_world_model", 2), ("data", "train_world_model", 4),
-    *(("players", "ppo_single_player", number) for number in (3, 13, 16)),
+    *(("players", "ppo_single_player", number) for number in (3, 13, 16, 19)),
     *(("flags", "ppo_single_player", number) for number in range(2, 6)), ("game", "the game", 1)])
 def test_trial(trials, claim, name, number):
     wrong = resilience.CLAIMS[claim][3](trials, name, number)
@@ -105,6 +105,12 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeyp
     monkeypatch.setattr(script.time, "time", lambda: 7.0)
     args = script.Args(runs_dir=str(tmp_path))
     assert len({script.open_run(args) for _ in range(3)}) == 3
+
+
+def test_a_name_too_long_for_a_folder_leaves_nothing(tmp_path):
+    with pytest.raises(script.Refused, match="is too long for a folder name"):
+        script.open_run(script.Args(runs_dir=str(tmp_path / "runs"), run_name="x" * 300))
+    assert os.listdir(tmp_path) == []
 
 
 def test_what_no_memory_holds_is_refused():
