@@ -605,7 +605,7 @@ def misled(args, script, number):
     return "" if fine else f"{names[number]}: exit code {code}: {lines[-3:]}"
 
 
-LATER = "    n = 0\n    def act(self, o, g):\n        self.n += 1\n        s = o['step']\n        if self.n > 20:\n" \
+LATER = "    n = 0\n    def act(self, o, g):\n        self.n += 1\n        s = o['step']\n        if self.n > 10:\n" \
         "            {}\n        return s * 0\n"
 AT_ONCE = "    def act(self, o, g):\n        s = o['step']\n        {}\n        return s * 0\n"
 FAULTS = ("raise KeyError('x')", "1 / 0", "import sys; sys.exit(0)", "raise KeyboardInterrupt", "raise GeneratorExit",
@@ -637,6 +637,8 @@ def played(args, script, number):
     """Player files that raise, end the script, or answer nonsense: theirs in one line, and the run goes on to its end
     with the file mended."""
     names, folder = list(PLAYERS), runs_of(args, f"{script}-played")
+    if script == "hopplus_selfplay":  # the same code asks them there, at a greater price
+        names = [name for place, name in enumerate(names) if not name.startswith("later") or place % 5 == 0]
     if number >= len(names):
         return None
     shutil.rmtree(folder, ignore_errors=True)
