@@ -1469,13 +1469,15 @@ class Imagination(Saved):
     and the warm-up's model of others moves its partners.
 
     A partner is a type [H]: what the warm-up's inference knew of a player at the end of a recorded meeting. Type
-    and present view give its goal, the goal its action. It stays from episode to episode, MEETING on average,
-    and the player's belief about it follows what it does, as in real games.
+    and present view give its goal, the goal its action. A few are like nobody on record, so that beliefs which
+    fit nobody are met, too. A partner stays from episode to episode, MEETING on average, and the player's belief
+    about it follows what it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
+    NOBODY = 0.1  # share of the partners that are like nobody on record: each legal action is as likely
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
     saved = ("state", "memory", "types", "generator")
 
@@ -1499,10 +1501,13 @@ class Imagination(Saved):
         return {name: rows(part) for name, part in state.items()}
 
     def draw_types(self):
-        """Partners for every game, should a meeting begin: [P, games, H]."""
+        """Partners for every game, should a meeting begin: [P, games, H]; 0 for those like nobody."""
         cast = self.replay.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
-        return take(cast, self.table.for_pairs(meeting))
+        number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
+        others = len(cast) // self.shape[0]
+        number[:, ::2] = self.table.for_pairs(number[::others, ::2])  # in every other game for all partners
+        return take(cast, self.table.for_pairs(meeting)) * (number >= self.NOBODY)[..., None]
 
     @torch.no_grad()
     def play(self, num_steps):
@@ -1548,8 +1553,11 @@ class Imagination(Saved):
         known, row = networks.known, lambda part: part.flatten(0, 1)[None]  # one network moves all partners
         first, hidden = known.see(row(partners))
         goal, _ = known.read(row(self.types), hidden)
-        moved = known.act(first + goal @ known.goal, views.mask(row(partners))).view(*partners.shape[:2], -1)
-        return x[0], told, log_probs, value, moved.exp(), tables
+        mask = views.mask(partners)
+        moved = known.act(first + goal @ known.goal, row(mask)).view(mask.shape).exp()
+        like_nobody = self.types.sum(-1, keepdim=True) == 0
+        moved = torch.where(like_nobody, mask / mask.sum(-1, keepdim=True), moved)
+        return x[0], told, log_probs, value, moved, tables
 
     def begin_again(self, over, state, nobody):
         """Other positions where a game is over [L, games], and other partners where a meeting is."""
@@ -3360,6 +3368,10 @@ class UserPlayer:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
+        action = action.long()
+        if ((action < 0) | (action >= NUM_ACTIONS)).any():
+            raise Failed(f"--players {self.name}: act gave actions from {action.min()} to {action.max()}, there "
+                         f"are 0 to {NUM_ACTIONS - 1}")
         return action
 
 
@@ -3481,7 +3493,7 @@ def prepare_torch(args):
     """Threads, device and seed."""
     check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
@@ -3500,6 +3512,8 @@ def run_folder(args, number=0):
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
+    if len(os.fsencode(name)) > 240:
+        raise Refused(f"--run-name {name} is too long for a folder name")
     folder = os.path.join(args.runs_dir, name)
     if not os.path.exists(folder):
         return folder

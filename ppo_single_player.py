@@ -1573,6 +1573,10 @@ class UserPlayer:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
+        action = action.long()
+        if ((action < 0) | (action >= NUM_ACTIONS)).any():
+            raise Failed(f"--players {self.name}: act gave actions from {action.min()} to {action.max()}, there "
+                         f"are 0 to {NUM_ACTIONS - 1}")
         return action
 
 
@@ -1694,7 +1698,7 @@ def prepare_torch(args):
     """Threads, device and seed."""
     check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
@@ -1713,6 +1717,8 @@ def run_folder(args, number=0):
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
+    if len(os.fsencode(name)) > 240:
+        raise Refused(f"--run-name {name} is too long for a folder name")
     folder = os.path.join(args.runs_dir, name)
     if not os.path.exists(folder):
         return folder

@@ -743,7 +743,8 @@ def load_data(path, asked, device="cpu"):
     except Exception as error:
         raise Refused(f"{asked}: {path} is no .npz file of arrays ({type(error).__name__})") from error
     if "steps_left" in columns:
-        columns.setdefault("next_steps_left", columns["steps_left"] - 1)
+        left = columns["steps_left"]  # what is no number is refused below
+        columns.setdefault("next_steps_left", left - 1 if left.dtype.kind in "iuf" else left)
     check_data(columns, asked)
     height, width = columns["observation"].shape[1:3]
     read = lambda name, kind: torch.from_numpy(columns[name].astype(kind)).to(device)
@@ -782,7 +783,8 @@ def check_data(columns, asked):
             raise Refused(f"{asked}: {name} has a value that is no finite number")
     if np.abs(columns["reward"].astype(np.float64)).max() > 1e30:
         raise Refused(f"{asked}: a reward is beyond 1e+30")
-    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "episode": 1e15}
+    most = {"terminated": 1, "over": 1, "step": 1e9, "steps_left": 1e9, "next_steps_left": 1e9,
+            "episode": 1e15}
     for name, limit in most.items():
         column = columns[name].astype(np.float64)
         if (column != column.round()).any() or not 0 <= column.min() <= column.max() <= limit:
@@ -1365,7 +1367,7 @@ def prepare_torch(args):
     """Threads, device and seed."""
     check_ranges(args, ((1, 4096, ("threads",)), (0, math.inf, ("save_every",)), (0, 1e15, ("seed",))))
     try:
-        torch.zeros(1, device=args.device)
+        torch.zeros(1, device=args.device).item()  # "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
         raise Refused(f"--device {args.device} cannot be used here: {str(error).splitlines()[0]}") from error
     torch.set_num_threads(args.threads)
@@ -1384,6 +1386,8 @@ def run_folder(args, number=0):
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
+    if len(os.fsencode(name)) > 240:
+        raise Refused(f"--run-name {name} is too long for a folder name")
     folder = os.path.join(args.runs_dir, name)
     if not os.path.exists(folder):
         return folder

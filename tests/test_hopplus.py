@@ -441,7 +441,7 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
         return remember(memory, tables, action, there)
 
     imagination.think = spy
-    kept, met, known = 0, 0, networks.known
+    kept, met, nobodies, known = 0, 0, 0, networks.known
     for _ in range(3):
         seen.clear(), moves.clear()
         monkeypatch.setattr(networks.others, "remember", spy_on_moves)
@@ -461,7 +461,10 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
                             assert torch.allclose(told[hop, game, other * dim:(other + 1) * dim], mean[pair, 0], atol=1e-4)
                             first, hidden, _ = known.look(view[:1])
                             goal, _ = known.read(types[pair, game][None, None], hidden)
-                            expected = known.act(first + goal @ known.goal, table.views.mask(view[:1])).exp()[0, 0]
+                            mask = table.views.mask(view[:1])
+                            expected = known.act(first + goal @ known.goal, mask).exp()[0, 0]
+                            if not types[pair, game].any():
+                                nobodies, expected = nobodies + 1, mask[0, 0] / mask.sum()
                         assert torch.allclose(chances[pair, game], expected, atol=1e-4)
                         after, after_types = seen[t + 1][0][pair, game], seen[t + 1][1][pair, game]
                         over = bool(steps["ended"][t, hop, game])
@@ -472,7 +475,7 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
                         new = torch.equal(after, networks.others.start(1)[pair, 0])
                         assert new or torch.allclose(after, follows, atol=1e-4)
                         met, kept = met + (over and new), kept + (over and not new)
-    assert met > 10 and kept > 10
+    assert met > 10 and kept > 10 and nobodies > 10
 
 
 # ----------------------------------------------------------------------------------------- learning

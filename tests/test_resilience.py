@@ -31,8 +31,8 @@ def trials(tmp_path_factory):
     ("gone", "train_world_model", 8),
     *(("damaged", "train_world_model", number) for number in range(20)),
     *(("configs", "train_world_model", number) for number in (0, 2, 6, 8, 15, 16)),
-    ("data", "train_world_model", 2), ("data", "train_world_model", 4),
-    *(("players", "ppo_single_player", number) for number in (3, 13, 16)),
+    *(("data", "train_world_model", number) for number in (2, 4, 27)),
+    *(("players", "ppo_single_player", number) for number in (3, 13, 16, 19)),
     *(("flags", "ppo_single_player", number) for number in range(2, 6)), ("game", "the game", 1)])
 def test_trial(trials, claim, name, number):
     wrong = resilience.CLAIMS[claim][3](trials, name, number)
@@ -108,6 +108,12 @@ def test_two_runs_of_the_same_second_have_folders_of_their_own(tmp_path, monkeyp
     assert len({script.open_run(args) for _ in range(3)}) == 3
 
 
+def test_a_name_too_long_for_a_folder_leaves_nothing(tmp_path):
+    with pytest.raises(script.Refused, match="is too long for a folder name"):
+        script.open_run(script.Args(runs_dir=str(tmp_path / "runs"), run_name="x" * 300))
+    assert os.listdir(tmp_path) == []
+
+
 def test_what_no_memory_holds_is_refused():
     with pytest.raises(script.Refused, match="^--hidden-size 1000000000 would take 16,000,004,704 GB of memory"):
         script.check_flags(script.Args(hidden_size=10**9))
@@ -153,6 +159,11 @@ def test_a_note_tells_what_makes_the_last_bit_differ(trials, monkeypatch, capsys
     monkeypatch.setattr(world, "made_with", lambda: {**made, "torch": "1.0"})
     assert world.load_run(world.resolve_flags(world.Args(resume=folder))) is not None
     assert "here is 1.0: what follows will not be the same to the last bit" in capsys.readouterr().err
+
+
+def test_a_device_without_numbers_is_refused():
+    with pytest.raises(script.Refused, match="^--device meta cannot be used here: "):
+        script.main(script.Args(device="meta"))
 
 
 @pytest.mark.parametrize("line, words", [("--gama 1", "Unrecognized options: --gama, 1; did you mean --gamma?")])

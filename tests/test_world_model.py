@@ -89,6 +89,8 @@ def test_rows_of_an_episode_follow_one_another(gathered):
     steps = torch.arange(5)
     for start in tester.window_starts(rows, 5).tolist():
         assert len(set(rows["episode"][start + steps].tolist())) == 1
+    for few in (1, 2, 4):  # rows, fewer than are asked for
+        assert not len(tester.window_starts(script.pick(rows, slice(few)), 5))
 
 
 def test_rows_obey_the_rules_and_are_rich():
