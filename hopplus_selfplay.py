@@ -211,11 +211,13 @@ class Processes:
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
-    def mean_gradients(cls, network):
-        """Puts the mean over all processes in the place of each gradient."""
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
         gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        for gradient, mean in zip(gradients, cls.mean(*gradients)) if cls.size > 1 else ():
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
             gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -1989,9 +1991,9 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
             optimizer.zero_grad()
-            check_finite(*Processes.mean(loss), "the loss of the policy", getattr(policy, "owners", ()))
             loss.sum().backward()
-            Processes.mean_gradients(policy)
+            check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
+                         getattr(policy, "owners", ()))
             clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
             totals.append({key: part.detach() for key, part in parts.items()})
@@ -2003,12 +2005,12 @@ def policy_loss(args, policy, batch, ent_coef):
     """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of."""
     searched, weight = batch["searched"].float(), batch["present"].float()
     drawn, planned = weight * (1 - searched), weight * searched
-    total, planned_total = Processes.mean(drawn.sum(-1), planned.sum(-1))
+    total, planned_total, summed = Processes.mean(drawn.sum(-1), planned.sum(-1),
+                                                  (batch["advantages"] * drawn).sum(-1))
     log_probs, value = policy(batch["x"], batch["told"])
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    average, = Processes.mean(masked_mean(batch["advantages"], drawn, total))
-    advantages = batch["advantages"] - average[:, None]
+    advantages = batch["advantages"] - (summed / total.clamp(min=1e-8))[:, None]
     spread, = Processes.mean(masked_mean(advantages.square(), drawn, total))
     advantages = advantages / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)

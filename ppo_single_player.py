@@ -192,11 +192,13 @@ class Processes:
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
-    def mean_gradients(cls, network):
-        """Puts the mean over all processes in the place of each gradient."""
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
         gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        for gradient, mean in zip(gradients, cls.mean(*gradients)) if cls.size > 1 else ():
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
             gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -1002,9 +1004,9 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
     weight, advantages = batch["weight"], batch["advantages"]
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    total, value_total = Processes.mean(weight.sum(-1), batch["value_weight"].sum(-1))
-    average, = Processes.mean(masked_mean(advantages, weight, total))
-    centred = advantages - average[:, None]
+    total, value_total, summed = Processes.mean(weight.sum(-1), batch["value_weight"].sum(-1),
+                                                (advantages * weight).sum(-1))
+    centred = advantages - (summed / total.clamp(min=1e-8))[:, None]
     spread, = Processes.mean(masked_mean(centred.square(), weight, total))
     advantages = centred / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
@@ -1086,9 +1088,8 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
             log_probs, value, batch = answer(agent, batch)
             loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
             optimizer.zero_grad()
-            check_finite(*Processes.mean(loss), "the loss", agent.owners)
             loss.sum().backward()
-            Processes.mean_gradients(agent)
+            check_finite(*Processes.mean_gradients(agent, loss), "the loss", agent.owners)
             clip_gradients(agent, args.max_grad_norm)
             optimizer.step()
             totals.append(parts)

@@ -196,11 +196,13 @@ class Processes:
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
-    def mean_gradients(cls, network):
-        """Puts the mean over all processes in the place of each gradient."""
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
         gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        for gradient, mean in zip(gradients, cls.mean(*gradients)) if cls.size > 1 else ():
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
             gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -876,9 +878,8 @@ def learn(args, run, samples, games):
         share = length[part].sum() / samples_of_all
         (share * losses["loss"].sum()).backward()
         total = {name: total.get(name, 0.0) + share * loss.detach()[0] for name, loss in losses.items()}
-    total = dict(zip(total, Processes.mean(*total.values())))
+    total = dict(zip(total, Processes.mean_gradients(run.networks, *total.values())))
     check_finite(total["loss"], "the loss")
-    Processes.mean_gradients(run.networks)
     for network in run.networks:
         clip_gradients(network, args.max_grad_norm)
     run.optimizer.step()

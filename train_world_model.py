@@ -182,11 +182,13 @@ class Processes:
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
-    def mean_gradients(cls, network):
-        """Puts the mean over all processes in the place of each gradient."""
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
         gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        for gradient, mean in zip(gradients, cls.mean(*gradients)) if cls.size > 1 else ():
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
             gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -513,10 +515,9 @@ def train(args, run, learned, held_out, folder, writer):
                 weights = plane_weights(args.plane_weights, len(rows["cell"]), args.device)
                 loss = loss + (terms["planes"] * weights).sum() + terms["reward"] + terms["end"]
                 count_losses(run.totals, terms, name)
-            check_finite(*Processes.mean(loss), "the loss")
             optimizer.zero_grad()
             loss.backward()
-            Processes.mean_gradients(model)
+            check_finite(*Processes.mean_gradients(model, loss), "the loss")
             for part, parameter in model.named_parameters():
                 check_finite(parameter.grad, f"the gradient of {part}")
             optimizer.step()
