@@ -71,6 +71,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import NormalDist
 from typing import Literal, get_args, get_origin
 
@@ -98,7 +99,8 @@ class Interrupt:
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
-        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        if not Processes.rank:
+            os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
     def __enter__(self):
@@ -113,6 +115,111 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.before:
             signal.signal(number, handler)
+
+
+class Processes:
+    """The processes of a run that torchrun has started: each plays games of its own, with random numbers of
+    its own, and all learn from the mean of their gradients. Only process 0 shows and writes anything. Without
+    torchrun there is one, and nothing here does anything."""
+
+    rank, size, store = 0, 1, None
+    seconds = 0.0  # spent on telling one another, and on waiting for it
+
+    @classmethod
+    @contextlib.contextmanager
+    def together(cls):
+        """Joins the others for a block. At its end they wait for process 0, which measures alone."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            yield
+            return
+        kind = "gloo"
+        if torch.cuda.is_available():  # LOCAL_RANK begins anew on each machine: it names but a GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            kind = "cpu:gloo,cuda:nccl"
+        cls.store, cls.rank, cls.size = cls.call(lambda: next(torch.distributed.rendezvous("env://")))
+        cls.call(torch.distributed.init_process_group, kind, store=cls.store, rank=cls.rank,
+                 world_size=cls.size, timeout=timedelta(days=1))
+        with contextlib.ExitStack() as silence:
+            if cls.rank:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
+                silence.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+            cls.most(0)
+        torch.distributed.destroy_process_group()
+
+    @classmethod
+    def call(cls, what, *args, **named):
+        """Does what all do together, and notes the time that it takes."""
+        begun = time.perf_counter()
+        try:
+            return what(*args, **named)
+        except (RuntimeError, ValueError) as error:
+            raise Failed("another process has ended, or cannot be reached") from error
+        finally:
+            cls.seconds += time.perf_counter() - begun
+
+    @classmethod
+    def times(cls):
+        """The seconds since this was last asked, to be logged."""
+        seconds, cls.seconds = cls.seconds, 0.0
+        return {"time/communication": seconds} if cls.size > 1 else {}
+
+    @classmethod
+    def first(cls):
+        """Whether no other process has told yet why the run ends."""
+        try:
+            return cls.store is None or cls.store.add("told", 1) == 1
+        except RuntimeError:  # whoever kept count is gone
+            return True
+
+    @classmethod
+    def seed(cls, seed):
+        """From one seed one for each process; that of process 0 is the seed itself."""
+        return f"{seed} of process {cls.rank}" if cls.rank else seed
+
+    @classmethod
+    def share(cls, value):
+        """What process 0 has, for all."""
+        box = [value]
+        if cls.size > 1:
+            cls.call(torch.distributed.broadcast_object_list, box)
+        return box[0]
+
+    @classmethod
+    def gather(cls, state):
+        """The states of all but process 0, for process 0."""
+        states = [None] * cls.size
+        if cls.size > 1:
+            cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
+        return states[1:]
+
+    @classmethod
+    def most(cls, *numbers):
+        """Whole numbers, each the largest that any process has."""
+        told = torch.tensor([int(number) for number in numbers])
+        if cls.size > 1:
+            cls.call(torch.distributed.all_reduce, told, torch.distributed.ReduceOp.MAX)
+        return told.tolist()
+
+    @classmethod
+    def mean(cls, *parts):
+        """Tensors, each the mean over all processes, in one message."""
+        if cls.size == 1:
+            return parts
+        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        cls.call(torch.distributed.all_reduce, flat)
+        means = (flat / cls.size).split([part.numel() for part in parts])
+        return [mean.view_as(part) for mean, part in zip(means, parts)]
+
+    @classmethod
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        gradients = [part.grad for part in network.parameters() if part.grad is not None]
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
+            gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -507,6 +614,7 @@ class Run(Saved):
     saved = ("networks", "optimizer", "others_optimizer", "generator", "table", "replay", "imagination",
              "returns", "thresholds", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations",
              "imagined_steps", "best", "largest_fall", "curve", "fresh")
+    own = ("generator", "table", "replay", "imagination", "returns")  # what each process has for itself
 
     def __init__(self, args, checkpoint=None):
         """Makes the players and warms them up; a run that is resumed has had its warm-up."""
@@ -515,15 +623,17 @@ class Run(Saved):
         self.simulations = self.imagined_steps = 0
         self.best = self.largest_fall = 0.0  # of the running mean of returns; the fall in the last quarter
         self.curve, self.fresh = [], {}  # fresh: the last update's scores, on steps not yet learned from
-        self.table = Table(args, args.num_envs, args.seed)
+        self.table = Table(args, args.num_envs, Processes.seed(args.seed))
         self.networks, record, self.world = self.table.networks, None, None
         if checkpoint is None:
             record = record_meetings(args)
             self.warmup_steps += record["over"].numel()
             warm_up_goals(args, self.table, record)
+            self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
         if args.search_model == "learned":
             if checkpoint is None:
                 self.world, steps = warm_up_world(args)
+                self.world.load_state_dict(Processes.share(self.world.state_dict()))
                 self.warmup_steps += steps
             else:
                 weights = checkpoint["world_model"]
@@ -534,7 +644,7 @@ class Run(Saved):
         adam = lambda part, rate: torch.optim.Adam(part.parameters(), lr=rate, eps=1e-5, fused=True)
         self.optimizer = adam(self.networks.policy, args.learning_rate)
         self.others_optimizer = adam(self.networks.others, args.moa_learning_rate)
-        self.generator = seeded(args.seed, "learning", args.device)
+        self.generator = seeded(Processes.seed(args.seed), "learning", args.device)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
         self.thresholds = Thresholds((2.5, 2.7, 2.8, 2.85))
         names = self.table.names
@@ -556,8 +666,10 @@ class Run(Saved):
         return players | ({"world_model": self.world.state_dict()} if self.world else {})
 
     def save(self, args, folder):
+        state = self.state_dict()
+        others = Processes.gather({name: state[name] for name in self.own})
         save_checkpoint(folder, self.players(args), "players.pt")
-        save_checkpoint(folder, {**self.players(args), "run": self.state_dict()})
+        save_checkpoint(folder, {**self.players(args), "run": state, "others": others})
 
 
 def main(args):
@@ -605,7 +717,7 @@ def train(args):
     if stopped:
         log.bar.close()
         print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
-    else:
+    elif not Processes.rank:
         report(args, folder, run, log)
     log.writer.close()
     return 128 + stopped if stopped else 0
@@ -613,16 +725,16 @@ def train(args):
 
 def play_and_learn(args, folder, run, log):
     """Plays, imagines and learns in turns. -> 0 at the end, or the signal that stopped the run before"""
-    saved = time.perf_counter()
+    saved, stopped = time.perf_counter(), 0
     with Interrupt() as interrupt:
-        while run.timesteps < args.total_timesteps and not interrupt.wanted:
+        while run.timesteps < args.total_timesteps and not stopped:
             left = 1 - run.timesteps / args.total_timesteps  # the share of the run that is still to come
             run.optimizer.param_groups[0]["lr"] = args.learning_rate * left
             run.others_optimizer.param_groups[0]["lr"] = args.moa_learning_rate * left**0.25
 
             run.table.meet_anew(1 / MEETING)
             real = play_steps(run.table, run.returns, args.num_steps, args.search)
-            run.timesteps += args.num_steps * args.num_envs
+            run.timesteps += args.num_steps * args.num_envs * Processes.size
             run.returns.show(log.bar)
             log.bar.refresh()  # the first return is told as soon as it is known
             log.clock("real_games")
@@ -639,13 +751,14 @@ def play_and_learn(args, folder, run, log):
             log.clock("policy")
 
             log.update(real, dream, figures)
-            last = run.timesteps >= args.total_timesteps or interrupt.wanted
-            if last or time.perf_counter() - saved > args.save_every:
-                log.picture()
+            stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
+            if run.timesteps >= args.total_timesteps or stopped or due:
+                if not Processes.rank:
+                    log.picture()
                 log.writer.flush()
                 run.save(args, folder)
                 saved = time.perf_counter()
-    return interrupt.wanted
+    return stopped
 
 
 PLOTS = ("charts/episodic_return", "losses/.*explained_variance", "losses/.*value_loss", "losses/.*entropy",
@@ -700,17 +813,20 @@ class Log:
             else:
                 self.add(tag, value.nanmean())
         if dream is not None:
-            run.imagined_steps += dream["actions"].numel()
+            run.imagined_steps += dream["actions"].numel() * Processes.size
         if "search" in real:
             for key, value in real["search"].items():
                 self.add(f"mcts/{key}", value)
-            simulations = int(real["decisions"]) * args.num_simulations
+            decisions, = Processes.mean(real["decisions"])
+            simulations = round(decisions.item() * Processes.size) * args.num_simulations
             run.simulations += simulations
             self.add("mcts/simulations_per_second", simulations / self.spent["real_games"])
         if args.search_model == "learned":
             self.add("world_model/exact", model_exactness(table, real))
         for part, spent in self.spent.items():
             self.add(f"time/{part}", spent)
+        for tag, spent in Processes.times().items():
+            self.add(tag, spent)
         self.add("charts/SPS", self.speed())
         self.bar.update(run.timesteps - self.bar.n)
         self.clock("logging")
@@ -1485,7 +1601,7 @@ class Imagination(Saved):
         self.args, self.table, self.replay = args, table, replay
         self.shape = len(table.hop_seats), math.ceil(args.imagined_per_real * args.num_envs
                                                      / len(table.hop_seats))  # players, games of each
-        self.generator = seeded(args.seed, "imagination", args.device)
+        self.generator = seeded(Processes.seed(args.seed), "imagination", args.device)
         self.state = self.memory = self.types = None
 
     def draw_starts(self, num_steps):
@@ -1709,9 +1825,10 @@ def gaussian_kl(mean, logvar, other_mean, other_logvar):
     return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
 
 
-def masked_mean(x, weight):
-    """The mean of each row over its samples: [L, M] -> [L]."""
-    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+def masked_mean(x, weight, total=None):
+    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
+    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
+    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
 
 
 def infer_goals(model, lesson):
@@ -1726,25 +1843,28 @@ def infer_goals(model, lesson):
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
-def others_loss(model, lesson, generator):
+def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes that
+    learn together tell the totals of masked_mean by `all_of`.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
-    losses = {"hypotheses_loss": -masked_mean(likely, weight)}
+    total, = all_of(weight.sum(-1))
+    losses = {"hypotheses_loss": -masked_mean(likely, weight, total)}
     if "goal_mean" in lesson:
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight)
+        losses["inference_loss"] = masked_mean(distance, weight, total)
         told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
-    losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
+    taken = log_probs.gather(-1, action[..., None])[..., 0]
+    losses["action_loss"] = -masked_mean(taken, weight, total)
     losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
                       + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
     return losses
@@ -1756,13 +1876,15 @@ def learn_others(args, others, replay, optimizer, generator):
     totals = []
     for _ in range(args.moa_minibatches):
         lesson = replay.draw(STRETCHES, RECORDED, generator)
-        losses = others_loss(others, lesson, generator)
+        losses = others_loss(others, lesson, generator, Processes.mean)
         optimizer.zero_grad()
         losses["loss"].sum().backward()
+        Processes.mean_gradients(others)
         clip_gradients(others, MAX_GRAD_NORM)
         optimizer.step()
         totals.append({f"moa/{key}": value.detach() for key, value in losses.items()})
-    return {key: torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]}
+    means = [torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]]
+    return dict(zip(totals[0], Processes.mean(*means)))
 
 
 def join(real, dream):
@@ -1818,7 +1940,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
-    most, totals = max(int(weight.sum(1).max()), args.num_minibatches), []
+    most, totals = max(*Processes.most(int(weight.sum(1).max())), args.num_minibatches), []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         number = torch.rand(weight.shape, generator=generator, device=weight.device)
@@ -1827,33 +1949,40 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
             optimizer.zero_grad()
-            check_finite(loss, "the loss of the policy", getattr(policy, "owners", ()))
             loss.sum().backward()
+            check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
+                         getattr(policy, "owners", ()))
             clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
             totals.append({key: part.detach() for key, part in parts.items()})
-    return means | {f"losses/{key}": torch.stack([each[key] for each in totals]).mean(0) for key in parts}
+    losses = Processes.mean(*(torch.stack([each[key] for each in totals]).mean(0) for key in parts))
+    return means | dict(zip((f"losses/{key}" for key in parts), losses))
 
 
 def policy_loss(args, policy, batch, ent_coef):
     """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of."""
     searched, weight = batch["searched"].float(), batch["present"].float()
     drawn, planned = weight * (1 - searched), weight * searched
+    total, planned_total, summed = Processes.mean(drawn.sum(-1), planned.sum(-1),
+                                                  (batch["advantages"] * drawn).sum(-1))
     log_probs, value = policy(batch["x"], batch["told"])
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    advantages = batch["advantages"] - masked_mean(batch["advantages"], drawn)[:, None]
-    advantages = advantages / (masked_mean(advantages.square(), drawn).sqrt()[:, None] + 1e-8)
+    advantages = batch["advantages"] - (summed / total.clamp(min=1e-8))[:, None]
+    spread, = Processes.mean(masked_mean(advantages.square(), drawn, total))
+    advantages = advantages / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(advantages * ratio, advantages * clipped)
     search_loss = -(batch["target"] * log_probs.clamp(min=-30)).sum(-1)
     error = 0.5 * (value - batch["returns"]).square()
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    parts = {"policy_loss": masked_mean(-surrogate, drawn), "search_loss": masked_mean(search_loss, planned),
-             "value_loss": masked_mean(error, drawn), "real_value_loss": masked_mean(error, planned),
-             "entropy": masked_mean(entropy, drawn), "real_entropy": masked_mean(entropy, planned),
-             "approx_kl": masked_mean(ratio - 1 - logratio, drawn),  # http://joschu.net/blog/kl-approx.html
-             "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), drawn)}
+    of_drawn, of_planned = (drawn, total), (planned, planned_total)
+    parts = {"policy_loss": masked_mean(-surrogate, *of_drawn),
+             "search_loss": masked_mean(search_loss, *of_planned),
+             "value_loss": masked_mean(error, *of_drawn), "real_value_loss": masked_mean(error, *of_planned),
+             "entropy": masked_mean(entropy, *of_drawn), "real_entropy": masked_mean(entropy, *of_planned),
+             "approx_kl": masked_mean(ratio - 1 - logratio, *of_drawn),  # joschu.net/blog/kl-approx.html
+             "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), *of_drawn)}
     loss = (parts["policy_loss"] + parts["search_loss"]
             + VALUE_WEIGHT * (parts["value_loss"] + parts["real_value_loss"])
             - ent_coef * (parts["entropy"] + parts["real_entropy"]))
@@ -3524,6 +3653,10 @@ def run_folder(args, number=0):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    if Processes.rank:
+        folder = Processes.share(None)
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
@@ -3544,7 +3677,7 @@ def open_run(args):
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
-    return folder
+    return Processes.share(folder)
 
 
 def leave_results(args, results):
@@ -3555,9 +3688,18 @@ def leave_results(args, results):
     return folder
 
 
+class Silent:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
     The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+    if Processes.rank:
+        return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -3585,6 +3727,8 @@ def save_json(path, content):
 
 def write_file(path, content, before=None):
     """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    if Processes.rank:
+        return
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -3640,7 +3784,7 @@ def load_run(args, free=("total_timesteps",)):
             raise
         checkpoint = load_checkpoint(before, asked, args.device)
         print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not Processes.rank:
             os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
     if checkpoint["script"] != SCRIPT:
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
@@ -3649,6 +3793,11 @@ def load_run(args, free=("total_timesteps",)):
         if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
+    others = checkpoint.get("others", [])
+    if len(others) + 1 != Processes.size:
+        raise Refused(f"{asked}: that run has {len(others) + 1} processes, here are {Processes.size}")
+    if Processes.rank:
+        checkpoint.get("run", checkpoint).update(others[Processes.rank - 1])
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
             print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
@@ -3949,7 +4098,9 @@ def run_script(args_class, main):
         if hasattr(sys.stdout, "reconfigure"):
             # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-        sys.exit(main(read_flags(args_class)))
+        with Processes.together():
+            done = main(read_flags(args_class))
+        sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
@@ -3960,7 +4111,8 @@ def run_script(args_class, main):
         if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
-    print(f"error: {told}", file=sys.stderr)
+    if Processes.first():
+        print(f"error: {told}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -53,6 +53,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from statistics import NormalDist
 from typing import Literal, get_args, get_origin
 
@@ -80,7 +81,8 @@ class Interrupt:
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
-        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        if not Processes.rank:
+            os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
     def __enter__(self):
@@ -95,6 +97,111 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.before:
             signal.signal(number, handler)
+
+
+class Processes:
+    """The processes of a run that torchrun has started: each plays games of its own, with random numbers of
+    its own, and all learn from the mean of their gradients. Only process 0 shows and writes anything. Without
+    torchrun there is one, and nothing here does anything."""
+
+    rank, size, store = 0, 1, None
+    seconds = 0.0  # spent on telling one another, and on waiting for it
+
+    @classmethod
+    @contextlib.contextmanager
+    def together(cls):
+        """Joins the others for a block. At its end they wait for process 0, which measures alone."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            yield
+            return
+        kind = "gloo"
+        if torch.cuda.is_available():  # LOCAL_RANK begins anew on each machine: it names but a GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            kind = "cpu:gloo,cuda:nccl"
+        cls.store, cls.rank, cls.size = cls.call(lambda: next(torch.distributed.rendezvous("env://")))
+        cls.call(torch.distributed.init_process_group, kind, store=cls.store, rank=cls.rank,
+                 world_size=cls.size, timeout=timedelta(days=1))
+        with contextlib.ExitStack() as silence:
+            if cls.rank:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
+                silence.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+            cls.most(0)
+        torch.distributed.destroy_process_group()
+
+    @classmethod
+    def call(cls, what, *args, **named):
+        """Does what all do together, and notes the time that it takes."""
+        begun = time.perf_counter()
+        try:
+            return what(*args, **named)
+        except (RuntimeError, ValueError) as error:
+            raise Failed("another process has ended, or cannot be reached") from error
+        finally:
+            cls.seconds += time.perf_counter() - begun
+
+    @classmethod
+    def times(cls):
+        """The seconds since this was last asked, to be logged."""
+        seconds, cls.seconds = cls.seconds, 0.0
+        return {"time/communication": seconds} if cls.size > 1 else {}
+
+    @classmethod
+    def first(cls):
+        """Whether no other process has told yet why the run ends."""
+        try:
+            return cls.store is None or cls.store.add("told", 1) == 1
+        except RuntimeError:  # whoever kept count is gone
+            return True
+
+    @classmethod
+    def seed(cls, seed):
+        """From one seed one for each process; that of process 0 is the seed itself."""
+        return f"{seed} of process {cls.rank}" if cls.rank else seed
+
+    @classmethod
+    def share(cls, value):
+        """What process 0 has, for all."""
+        box = [value]
+        if cls.size > 1:
+            cls.call(torch.distributed.broadcast_object_list, box)
+        return box[0]
+
+    @classmethod
+    def gather(cls, state):
+        """The states of all but process 0, for process 0."""
+        states = [None] * cls.size
+        if cls.size > 1:
+            cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
+        return states[1:]
+
+    @classmethod
+    def most(cls, *numbers):
+        """Whole numbers, each the largest that any process has."""
+        told = torch.tensor([int(number) for number in numbers])
+        if cls.size > 1:
+            cls.call(torch.distributed.all_reduce, told, torch.distributed.ReduceOp.MAX)
+        return told.tolist()
+
+    @classmethod
+    def mean(cls, *parts):
+        """Tensors, each the mean over all processes, in one message."""
+        if cls.size == 1:
+            return parts
+        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        cls.call(torch.distributed.all_reduce, flat)
+        means = (flat / cls.size).split([part.numel() for part in parts])
+        return [mean.view_as(part) for mean, part in zip(means, parts)]
+
+    @classmethod
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        gradients = [part.grad for part in network.parameters() if part.grad is not None]
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
+            gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -399,10 +506,12 @@ class Run(Saved):
 
     saved = ("agent", "optimizer", "table", "returns", "thresholds", "buffer", "losses", "true_steps",
              "seconds")
+    own = ("table", "returns", "buffer")  # what each process has for itself
 
     def __init__(self, args):
-        self.table = Table(args, args.num_envs, args.seed)
+        self.table = Table(args, args.num_envs, Processes.seed(args.seed))
         self.agent = self.table.agent
+        self.agent.load_state_dict(Processes.share(self.agent.state_dict()))
         self.optimizer = torch.optim.Adam(self.agent.parameters(), eps=1e-5, fused=True)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
         self.thresholds = Thresholds(args.thresholds)
@@ -417,8 +526,9 @@ class Run(Saved):
 
     def content(self, args):
         """What a checkpoint holds."""
-        return {"config": dataclasses.asdict(args), "learner_of": self.table.learner_of,
-                "run": self.state_dict()}
+        state = self.state_dict()
+        return {"config": dataclasses.asdict(args), "learner_of": self.table.learner_of, "run": state,
+                "others": Processes.gather({name: state[name] for name in self.own})}
 
 
 def main(args):
@@ -441,7 +551,7 @@ def main(args):
         keep_bad_state(folder, run.content(args), failure, f"after {run.true_steps} steps")
     if stopped:
         print(f"stopped at {run.true_steps} steps; go on with: python {SCRIPT} --resume {folder}")
-    else:
+    elif not Processes.rank:
         report(args, run, folder, writer)
     writer.close()
     return 128 + stopped if stopped else 0
@@ -454,8 +564,9 @@ def train(args, run, folder, writer):
     steps_before, seconds_before = run.true_steps, run.seconds
     bar = tqdm(total=args.total_timesteps, initial=run.true_steps, unit=" steps", unit_scale=True,
                dynamic_ncols=True, mininterval=0.5, desc="training")
+    stopped = 0
     with bar, Interrupt() as interrupt:
-        while run.true_steps < args.total_timesteps and not interrupt.wanted:
+        while run.true_steps < args.total_timesteps and not stopped:
             left = 1 - run.true_steps / args.total_timesteps  # the share of the run that is still to come
             learning_rate, ent_coef = args.learning_rate * left, args.ent_coef * left
             soft_coef = args.soft_coef * max(0.0, 2 * left - 1)
@@ -466,11 +577,14 @@ def train(args, run, folder, writer):
             taken, trace = data, None
             middle = time.perf_counter()
             if args.buffer == "episodes":
-                data, trace = bring_up_to_date(run.agent, run.buffer.add(data, played))
+                data = run.buffer.add(data, played)
+                most = -Processes.most(-data["rewards"].shape[2])[0]  # all learn from as many, the newest
+                data = {key: part[:, :, -most:] for key, part in data.items()}
+                data, trace = bring_up_to_date(run.agent, data)
             losses = update(args, run.agent, run.optimizer, data, trace, ent_coef, soft_coef, table.generator)
             ended = time.perf_counter()
 
-            run.true_steps += int(played.sum())
+            run.true_steps += round(Processes.mean(played.sum())[0].item() * Processes.size)
             run.seconds = seconds_before + time.perf_counter() - START
             run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
                                  true_steps=run.true_steps)
@@ -480,16 +594,17 @@ def train(args, run, folder, writer):
             log_update(writer, run, losses, {
                 "charts/SPS": (run.true_steps - steps_before) / (ended - begun), "charts/ent_coef": ent_coef,
                 "charts/learning_rate": learning_rate, "charts/soft_coef": soft_coef,
-                "time/rollout": middle - started, "time/learning": ended - middle})
-            last = run.true_steps >= args.total_timesteps or interrupt.wanted
-            if last or ended - pictured > args.picture_every:
+                "time/rollout": middle - started, "time/learning": ended - middle, **Processes.times()})
+            stopped, due = Processes.most(interrupt.wanted, ended - saved > args.save_every)
+            last = run.true_steps >= args.total_timesteps or stopped
+            if not Processes.rank and (last or ended - pictured > args.picture_every):
                 pictured = ended
                 log_pictures(args, writer, run, taken, folder)
-            if last or ended - saved > args.save_every:
+            if last or due:
                 saved = ended
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
-    return interrupt.wanted
+    return stopped
 
 
 PLOTS = ("charts/episodic_return", "losses/explained_variance", "losses/value_loss", "losses/policy_loss",
@@ -871,9 +986,10 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     return advantages, values[:-1] + trace * advantages
 
 
-def masked_mean(x, weight):
-    """The mean of each row over its samples: [L, M] -> [L]."""
-    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+def masked_mean(x, weight, total=None):
+    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
+    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
+    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
 
 
 def variance(x, weight):
@@ -891,17 +1007,20 @@ def ppo_loss(log_probs, value, batch, args, ent_coef):
     weight, advantages = batch["weight"], batch["advantages"]
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    centred = advantages - masked_mean(advantages, weight)[:, None]
-    advantages = centred / (masked_mean(centred.square(), weight).sqrt()[:, None] + 1e-8)
+    total, value_total, summed = Processes.mean(weight.sum(-1), batch["value_weight"].sum(-1),
+                                                (advantages * weight).sum(-1))
+    centred = advantages - (summed / total.clamp(min=1e-8))[:, None]
+    spread, = Processes.mean(masked_mean(centred.square(), weight, total))
+    advantages = centred / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(advantages * ratio, advantages * clipped)
-    policy_loss = -masked_mean(surrogate * batch["trace"], weight)
-    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), batch["value_weight"])
-    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight)
+    policy_loss = -masked_mean(surrogate * batch["trace"], weight, total)
+    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), batch["value_weight"], value_total)
+    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight, total)
     loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
     with torch.no_grad():
-        approx_kl = masked_mean(ratio - 1 - logratio, weight)  # http://joschu.net/blog/kl-approx.html
-        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight)
+        approx_kl = masked_mean(ratio - 1 - logratio, weight, total)  # http://joschu.net/blog/kl-approx.html
+        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight, total)
     parts = {"policy_loss": policy_loss, "value_loss": value_loss / args.reward_scale**2, "entropy": entropy,
              "approx_kl": approx_kl, "clipfrac": clipfrac}
     return loss, {key: value.detach() for key, value in parts.items()}
@@ -923,7 +1042,7 @@ def cut_samples(data, num_minibatches, generator):
     flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
     weight = flat["weight"].view(data["weight"].shape[1], -1)  # [L, samples]
     offset = torch.arange(len(weight), device=weight.device)[:, None] * weight.shape[1]
-    most = max(int(weight.sum(1).max()), num_minibatches)
+    most = max(*Processes.most(int(weight.sum(1).max())), num_minibatches)
     # a random order with the absent at the end: the longest list of samples is as far as one need go
     number = torch.rand(weight.shape, generator=generator, device=weight.device)
     for rows in (number - weight).argsort(1)[:, :most].chunk(num_minibatches, 1):
@@ -972,15 +1091,16 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
             log_probs, value, batch = answer(agent, batch)
             loss, parts = ppo_loss(log_probs, value, batch, args, ent_coef)
             optimizer.zero_grad()
-            check_finite(loss, "the loss", agent.owners)
             loss.sum().backward()
+            check_finite(*Processes.mean_gradients(agent, loss), "the loss", agent.owners)
             clip_gradients(agent, args.max_grad_norm)
             optimizer.step()
             totals.append(parts)
     means = {key: torch.stack([parts[key] for parts in totals]).mean(0) for key in totals[0]}
     returns, values, weight = (part.transpose(0, 1).flatten(1) for part in (returns, values, weight))
     unexplained = variance(returns - values, weight) / variance(returns, weight).clamp(min=1e-8)
-    return {**means, "explained_variance": 1 - unexplained}
+    means["explained_variance"] = 1 - unexplained
+    return dict(zip(means, Processes.mean(*means.values())))
 
 
 # ==================================================================================== views
@@ -1729,6 +1849,10 @@ def run_folder(args, number=0):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    if Processes.rank:
+        folder = Processes.share(None)
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
@@ -1749,7 +1873,7 @@ def open_run(args):
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
-    return folder
+    return Processes.share(folder)
 
 
 def leave_results(args, results):
@@ -1760,9 +1884,18 @@ def leave_results(args, results):
     return folder
 
 
+class Silent:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
     The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+    if Processes.rank:
+        return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1790,6 +1923,8 @@ def save_json(path, content):
 
 def write_file(path, content, before=None):
     """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    if Processes.rank:
+        return
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1845,7 +1980,7 @@ def load_run(args, free=("total_timesteps",)):
             raise
         checkpoint = load_checkpoint(before, asked, args.device)
         print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not Processes.rank:
             os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
     if checkpoint["script"] != SCRIPT:
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
@@ -1854,6 +1989,11 @@ def load_run(args, free=("total_timesteps",)):
         if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
+    others = checkpoint.get("others", [])
+    if len(others) + 1 != Processes.size:
+        raise Refused(f"{asked}: that run has {len(others) + 1} processes, here are {Processes.size}")
+    if Processes.rank:
+        checkpoint.get("run", checkpoint).update(others[Processes.rank - 1])
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
             print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
@@ -2146,7 +2286,9 @@ def run_script(args_class, main):
         if hasattr(sys.stdout, "reconfigure"):
             # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-        sys.exit(main(read_flags(args_class)))
+        with Processes.together():
+            done = main(read_flags(args_class))
+        sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
@@ -2157,7 +2299,8 @@ def run_script(args_class, main):
         if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
-    print(f"error: {told}", file=sys.stderr)
+    if Processes.first():
+        print(f"error: {told}", file=sys.stderr)
     sys.exit(code)
 
 

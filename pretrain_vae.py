@@ -58,6 +58,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
@@ -84,7 +85,8 @@ class Interrupt:
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
-        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        if not Processes.rank:
+            os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
     def __enter__(self):
@@ -99,6 +101,111 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.before:
             signal.signal(number, handler)
+
+
+class Processes:
+    """The processes of a run that torchrun has started: each plays games of its own, with random numbers of
+    its own, and all learn from the mean of their gradients. Only process 0 shows and writes anything. Without
+    torchrun there is one, and nothing here does anything."""
+
+    rank, size, store = 0, 1, None
+    seconds = 0.0  # spent on telling one another, and on waiting for it
+
+    @classmethod
+    @contextlib.contextmanager
+    def together(cls):
+        """Joins the others for a block. At its end they wait for process 0, which measures alone."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            yield
+            return
+        kind = "gloo"
+        if torch.cuda.is_available():  # LOCAL_RANK begins anew on each machine: it names but a GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            kind = "cpu:gloo,cuda:nccl"
+        cls.store, cls.rank, cls.size = cls.call(lambda: next(torch.distributed.rendezvous("env://")))
+        cls.call(torch.distributed.init_process_group, kind, store=cls.store, rank=cls.rank,
+                 world_size=cls.size, timeout=timedelta(days=1))
+        with contextlib.ExitStack() as silence:
+            if cls.rank:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
+                silence.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+            cls.most(0)
+        torch.distributed.destroy_process_group()
+
+    @classmethod
+    def call(cls, what, *args, **named):
+        """Does what all do together, and notes the time that it takes."""
+        begun = time.perf_counter()
+        try:
+            return what(*args, **named)
+        except (RuntimeError, ValueError) as error:
+            raise Failed("another process has ended, or cannot be reached") from error
+        finally:
+            cls.seconds += time.perf_counter() - begun
+
+    @classmethod
+    def times(cls):
+        """The seconds since this was last asked, to be logged."""
+        seconds, cls.seconds = cls.seconds, 0.0
+        return {"time/communication": seconds} if cls.size > 1 else {}
+
+    @classmethod
+    def first(cls):
+        """Whether no other process has told yet why the run ends."""
+        try:
+            return cls.store is None or cls.store.add("told", 1) == 1
+        except RuntimeError:  # whoever kept count is gone
+            return True
+
+    @classmethod
+    def seed(cls, seed):
+        """From one seed one for each process; that of process 0 is the seed itself."""
+        return f"{seed} of process {cls.rank}" if cls.rank else seed
+
+    @classmethod
+    def share(cls, value):
+        """What process 0 has, for all."""
+        box = [value]
+        if cls.size > 1:
+            cls.call(torch.distributed.broadcast_object_list, box)
+        return box[0]
+
+    @classmethod
+    def gather(cls, state):
+        """The states of all but process 0, for process 0."""
+        states = [None] * cls.size
+        if cls.size > 1:
+            cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
+        return states[1:]
+
+    @classmethod
+    def most(cls, *numbers):
+        """Whole numbers, each the largest that any process has."""
+        told = torch.tensor([int(number) for number in numbers])
+        if cls.size > 1:
+            cls.call(torch.distributed.all_reduce, told, torch.distributed.ReduceOp.MAX)
+        return told.tolist()
+
+    @classmethod
+    def mean(cls, *parts):
+        """Tensors, each the mean over all processes, in one message."""
+        if cls.size == 1:
+            return parts
+        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        cls.call(torch.distributed.all_reduce, flat)
+        means = (flat / cls.size).split([part.numel() for part in parts])
+        return [mean.view_as(part) for mean, part in zip(means, parts)]
+
+    @classmethod
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        gradients = [part.grad for part in network.parameters() if part.grad is not None]
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
+            gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -372,6 +479,7 @@ class Run(Saved):
     """What a run is made of. What `saved` names is in its checkpoints, so that it can be gone on with."""
 
     saved = ("prior", "known", "decoder", "optimizer", "generator", "step", "losses", "history", "seconds")
+    own = ("generator",)  # what each process has for itself
 
     def __init__(self, args, num_games):
         views, device = make_views(args), args.device
@@ -384,9 +492,13 @@ class Run(Saved):
             before = load_goals(args.init_from, asked, args, self.prior, self.known)
             self.decoder.load_state_dict(before["decoder"])
         self.networks = nn.ModuleList([self.prior, self.known, self.decoder])
+        self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
         self.optimizer = torch.optim.Adam(self.networks.parameters(), eps=1e-5, fused=True)
-        self.generator = seeded(args.seed, "learning", device)
-        self.batches = math.ceil(num_games / args.batch_size)  # minibatches of an epoch
+        self.generator = seeded(Processes.seed(args.seed), "learning", device)
+        self.batches = math.ceil(num_games / (args.batch_size * Processes.size))  # minibatches of an epoch
+        if self.batches * Processes.size > num_games:
+            raise Refused(f"--batch-size {args.batch_size}: {num_games} players' games are too few for "
+                          f"{Processes.size} processes")
         self.last_step = args.epochs * self.batches
         self.step = 0  # minibatches learned from
         self.losses = []  # of this epoch's minibatches
@@ -395,7 +507,9 @@ class Run(Saved):
 
     def content(self, args):
         """What a checkpoint holds."""
-        return {"config": dataclasses.asdict(args), **self.state_dict()}
+        state = self.state_dict()
+        return {"config": dataclasses.asdict(args), **state,
+                "others": Processes.gather({name: state[name] for name in self.own})}
 
 
 def main(args):
@@ -422,7 +536,7 @@ def main(args):
         keep_bad_state(folder, run.content(args), failure, when)
     if stopped:
         print(f"stopped in epoch {len(run.history)}; go on with: python {SCRIPT} --resume {folder}")
-    else:
+    elif not Processes.rank:
         report(args, run, folder, writer, evaluation or evaluate(args, run, held_out), samples, held_out)
     writer.close()
     return 128 + stopped if stopped else 0
@@ -434,31 +548,35 @@ def train(args, run, folder, writer, samples, held_out):
     step_before, seconds_before, evaluation = run.step, run.seconds, None
     bar = tqdm(total=run.last_step, initial=run.step, unit=" minibatches", dynamic_ncols=True,
                mininterval=0.5, desc="training")
+    stopped = 0
     with bar, Interrupt() as interrupt:
-        while run.step < run.last_step and not interrupt.wanted:
+        while run.step < run.last_step and not stopped:
             epoch, number = divmod(run.step, run.batches)
             learning_rate = args.learning_rate * (1 - run.step / run.last_step)
             run.optimizer.param_groups[0]["lr"] = learning_rate
             order = seeded(args.seed, f"epoch {epoch}", args.device)
             games = torch.randperm(len(samples["length"]), generator=order, device=args.device)
-            run.losses.append(learn(args, run, samples, games[number::run.batches]))
+            games = games[number::run.batches][Processes.rank::Processes.size]
+            run.losses.append(learn(args, run, samples, games))
             run.step += 1
             run.seconds = seconds_before + time.perf_counter() - START
             bar.update()
 
             if number == run.batches - 1:  # an epoch is over
                 scored = (epoch + 1) % args.eval_every == 0 or epoch + 1 == args.epochs
-                evaluation = evaluate(args, run, held_out) if scored else None
+                evaluation = evaluate(args, run, held_out) if scored and not Processes.rank else None
                 speed = (run.step - step_before) / (time.perf_counter() - begun) / run.batches
                 end_epoch(run, folder, writer, evaluation, held_out, {
-                    "charts/learning_rate": learning_rate, "charts/SPS": speed * len(samples["x"])})
-            if time.perf_counter() - saved > args.save_every:
+                    "charts/learning_rate": learning_rate, "charts/SPS": speed * len(samples["x"]),
+                    **Processes.times()})
+            stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
+            if due:
                 saved = time.perf_counter()
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
         writer.flush()
         save_checkpoint(folder, run.content(args))
-    return interrupt.wanted, evaluation
+    return stopped, evaluation
 
 
 def end_epoch(run, folder, writer, evaluation, held_out, numbers):
@@ -683,9 +801,10 @@ def gaussian_kl(mean, logvar, other_mean, other_logvar):
     return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
 
 
-def masked_mean(x, weight):
-    """The mean of each row over its samples: [L, M] -> [L]."""
-    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
+def masked_mean(x, weight, total=None):
+    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
+    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
+    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
 
 
 def infer_goals(model, lesson):
@@ -700,25 +819,28 @@ def infer_goals(model, lesson):
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
-def others_loss(model, lesson, generator):
+def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes that
+    learn together tell the totals of masked_mean by `all_of`.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
-    losses = {"hypotheses_loss": -masked_mean(likely, weight)}
+    total, = all_of(weight.sum(-1))
+    losses = {"hypotheses_loss": -masked_mean(likely, weight, total)}
     if "goal_mean" in lesson:
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight)
+        losses["inference_loss"] = masked_mean(distance, weight, total)
         told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
-    losses["action_loss"] = -masked_mean(log_probs.gather(-1, action[..., None])[..., 0], weight)
+    taken = log_probs.gather(-1, action[..., None])[..., 0]
+    losses["action_loss"] = -masked_mean(taken, weight, total)
     losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
                       + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
     return losses
@@ -751,13 +873,15 @@ def rebuild_loss(rebuilt, target):
 def learn(args, run, samples, games):
     """One step of the optimiser, on the games of some players. -> the losses, means over their samples"""
     length, total = samples["length"][games], {}
+    samples_of_all, = Processes.mean(length.sum())
     run.optimizer.zero_grad()
     for part in length.argsort(stable=True).chunk(4):  # of like length, so that little must be filled up
         losses = goal_losses(args, run, make_lesson(args, run.known, samples, games[part]))
-        share = length[part].sum() / length.sum()
-        check_finite(losses["loss"], "the loss")
+        share = length[part].sum() / samples_of_all
         (share * losses["loss"].sum()).backward()
         total = {name: total.get(name, 0.0) + share * loss.detach()[0] for name, loss in losses.items()}
+    total = dict(zip(total, Processes.mean_gradients(run.networks, *total.values())))
+    check_finite(total["loss"], "the loss")
     for network in run.networks:
         clip_gradients(network, args.max_grad_norm)
     run.optimizer.step()
@@ -1783,6 +1907,10 @@ def run_folder(args, number=0):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    if Processes.rank:
+        folder = Processes.share(None)
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
@@ -1803,12 +1931,21 @@ def open_run(args):
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
-    return folder
+    return Processes.share(folder)
+
+
+class Silent:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
 
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
     The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+    if Processes.rank:
+        return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1836,6 +1973,8 @@ def save_json(path, content):
 
 def write_file(path, content, before=None):
     """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    if Processes.rank:
+        return
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1891,7 +2030,7 @@ def load_run(args, free=("total_timesteps",)):
             raise
         checkpoint = load_checkpoint(before, asked, args.device)
         print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not Processes.rank:
             os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
     if checkpoint["script"] != SCRIPT:
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
@@ -1900,6 +2039,11 @@ def load_run(args, free=("total_timesteps",)):
         if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
+    others = checkpoint.get("others", [])
+    if len(others) + 1 != Processes.size:
+        raise Refused(f"{asked}: that run has {len(others) + 1} processes, here are {Processes.size}")
+    if Processes.rank:
+        checkpoint.get("run", checkpoint).update(others[Processes.rank - 1])
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
             print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
@@ -1999,7 +2143,9 @@ def run_script(args_class, main):
         if hasattr(sys.stdout, "reconfigure"):
             # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-        sys.exit(main(read_flags(args_class)))
+        with Processes.together():
+            done = main(read_flags(args_class))
+        sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
@@ -2010,7 +2156,8 @@ def run_script(args_class, main):
         if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
-    print(f"error: {told}", file=sys.stderr)
+    if Processes.first():
+        print(f"error: {told}", file=sys.stderr)
     sys.exit(code)
 
 

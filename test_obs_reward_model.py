@@ -43,6 +43,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from types import SimpleNamespace
 
 SCRIPT = os.path.basename(__file__)
@@ -68,7 +69,8 @@ class Interrupt:
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
-        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        if not Processes.rank:
+            os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
     def __enter__(self):
@@ -83,6 +85,73 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.before:
             signal.signal(number, handler)
+
+
+class Processes:
+    """The processes of a run that torchrun has started: each plays games of its own, with random numbers of
+    its own, and all learn from the mean of their gradients. Only process 0 shows and writes anything. Without
+    torchrun there is one, and nothing here does anything."""
+
+    rank, size, store = 0, 1, None
+    seconds = 0.0  # spent on telling one another, and on waiting for it
+
+    @classmethod
+    @contextlib.contextmanager
+    def together(cls):
+        """Joins the others for a block. At its end they wait for process 0, which measures alone."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            yield
+            return
+        kind = "gloo"
+        if torch.cuda.is_available():  # LOCAL_RANK begins anew on each machine: it names but a GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            kind = "cpu:gloo,cuda:nccl"
+        cls.store, cls.rank, cls.size = cls.call(lambda: next(torch.distributed.rendezvous("env://")))
+        cls.call(torch.distributed.init_process_group, kind, store=cls.store, rank=cls.rank,
+                 world_size=cls.size, timeout=timedelta(days=1))
+        with contextlib.ExitStack() as silence:
+            if cls.rank:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
+                silence.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+            cls.most(0)
+        torch.distributed.destroy_process_group()
+
+    @classmethod
+    def call(cls, what, *args, **named):
+        """Does what all do together, and notes the time that it takes."""
+        begun = time.perf_counter()
+        try:
+            return what(*args, **named)
+        except (RuntimeError, ValueError) as error:
+            raise Failed("another process has ended, or cannot be reached") from error
+        finally:
+            cls.seconds += time.perf_counter() - begun
+
+    @classmethod
+    def first(cls):
+        """Whether no other process has told yet why the run ends."""
+        try:
+            return cls.store is None or cls.store.add("told", 1) == 1
+        except RuntimeError:  # whoever kept count is gone
+            return True
+
+    @classmethod
+    def share(cls, value):
+        """What process 0 has, for all."""
+        box = [value]
+        if cls.size > 1:
+            cls.call(torch.distributed.broadcast_object_list, box)
+        return box[0]
+
+    @classmethod
+    def most(cls, *numbers):
+        """Whole numbers, each the largest that any process has."""
+        told = torch.tensor([int(number) for number in numbers])
+        if cls.size > 1:
+            cls.call(torch.distributed.all_reduce, told, torch.distributed.ReduceOp.MAX)
+        return told.tolist()
 
 
 if __name__ == "__main__":
@@ -1560,6 +1629,10 @@ def run_folder(args, number=0):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    if Processes.rank:
+        folder = Processes.share(None)
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
@@ -1580,7 +1653,7 @@ def open_run(args):
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
-    return folder
+    return Processes.share(folder)
 
 
 def leave_results(args, results):
@@ -1591,9 +1664,18 @@ def leave_results(args, results):
     return folder
 
 
+class Silent:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
+
+
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
     The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+    if Processes.rank:
+        return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1621,6 +1703,8 @@ def save_json(path, content):
 
 def write_file(path, content, before=None):
     """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    if Processes.rank:
+        return
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1776,7 +1860,9 @@ def run_script(args_class, main):
         if hasattr(sys.stdout, "reconfigure"):
             # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-        sys.exit(main(read_flags(args_class)))
+        with Processes.together():
+            done = main(read_flags(args_class))
+        sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
@@ -1787,7 +1873,8 @@ def run_script(args_class, main):
         if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
-    print(f"error: {told}", file=sys.stderr)
+    if Processes.first():
+        print(f"error: {told}", file=sys.stderr)
     sys.exit(code)
 
 

@@ -43,6 +43,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Literal, get_args, get_origin
 
 START = time.perf_counter()  # seconds are counted from here, before the slow imports
@@ -69,7 +70,8 @@ class Interrupt:
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
             signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
-        os.write(2, f"\nstopped; {cls.advice}\n".encode())
+        if not Processes.rank:
+            os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
 
     def __enter__(self):
@@ -84,6 +86,111 @@ class Interrupt:
     def __exit__(self, *_):
         for number, handler in self.before:
             signal.signal(number, handler)
+
+
+class Processes:
+    """The processes of a run that torchrun has started: each plays games of its own, with random numbers of
+    its own, and all learn from the mean of their gradients. Only process 0 shows and writes anything. Without
+    torchrun there is one, and nothing here does anything."""
+
+    rank, size, store = 0, 1, None
+    seconds = 0.0  # spent on telling one another, and on waiting for it
+
+    @classmethod
+    @contextlib.contextmanager
+    def together(cls):
+        """Joins the others for a block. At its end they wait for process 0, which measures alone."""
+        if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+            yield
+            return
+        kind = "gloo"
+        if torch.cuda.is_available():  # LOCAL_RANK begins anew on each machine: it names but a GPU
+            torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+            kind = "cpu:gloo,cuda:nccl"
+        cls.store, cls.rank, cls.size = cls.call(lambda: next(torch.distributed.rendezvous("env://")))
+        cls.call(torch.distributed.init_process_group, kind, store=cls.store, rank=cls.rank,
+                 world_size=cls.size, timeout=timedelta(days=1))
+        with contextlib.ExitStack() as silence:
+            if cls.rank:
+                nowhere = silence.enter_context(open(os.devnull, "w"))
+                silence.enter_context(contextlib.redirect_stdout(nowhere))
+                silence.enter_context(contextlib.redirect_stderr(nowhere))
+            yield
+            cls.most(0)
+        torch.distributed.destroy_process_group()
+
+    @classmethod
+    def call(cls, what, *args, **named):
+        """Does what all do together, and notes the time that it takes."""
+        begun = time.perf_counter()
+        try:
+            return what(*args, **named)
+        except (RuntimeError, ValueError) as error:
+            raise Failed("another process has ended, or cannot be reached") from error
+        finally:
+            cls.seconds += time.perf_counter() - begun
+
+    @classmethod
+    def times(cls):
+        """The seconds since this was last asked, to be logged."""
+        seconds, cls.seconds = cls.seconds, 0.0
+        return {"time/communication": seconds} if cls.size > 1 else {}
+
+    @classmethod
+    def first(cls):
+        """Whether no other process has told yet why the run ends."""
+        try:
+            return cls.store is None or cls.store.add("told", 1) == 1
+        except RuntimeError:  # whoever kept count is gone
+            return True
+
+    @classmethod
+    def seed(cls, seed):
+        """From one seed one for each process; that of process 0 is the seed itself."""
+        return f"{seed} of process {cls.rank}" if cls.rank else seed
+
+    @classmethod
+    def share(cls, value):
+        """What process 0 has, for all."""
+        box = [value]
+        if cls.size > 1:
+            cls.call(torch.distributed.broadcast_object_list, box)
+        return box[0]
+
+    @classmethod
+    def gather(cls, state):
+        """The states of all but process 0, for process 0."""
+        states = [None] * cls.size
+        if cls.size > 1:
+            cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
+        return states[1:]
+
+    @classmethod
+    def most(cls, *numbers):
+        """Whole numbers, each the largest that any process has."""
+        told = torch.tensor([int(number) for number in numbers])
+        if cls.size > 1:
+            cls.call(torch.distributed.all_reduce, told, torch.distributed.ReduceOp.MAX)
+        return told.tolist()
+
+    @classmethod
+    def mean(cls, *parts):
+        """Tensors, each the mean over all processes, in one message."""
+        if cls.size == 1:
+            return parts
+        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        cls.call(torch.distributed.all_reduce, flat)
+        means = (flat / cls.size).split([part.numel() for part in parts])
+        return [mean.view_as(part) for mean, part in zip(means, parts)]
+
+    @classmethod
+    def mean_gradients(cls, network, *figures):
+        """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        gradients = [part.grad for part in network.parameters() if part.grad is not None]
+        means = cls.mean(*figures, *gradients)
+        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
+            gradient.copy_(mean)
+        return means[:len(figures)]
 
 
 if __name__ == "__main__":
@@ -341,14 +448,16 @@ class Run(Saved):
     """What a run is made of: all of it is in the checkpoints, so it can go on as if it had never stopped."""
 
     saved = ("model", "optimizer", "generator", "updates", "seconds", "totals", "checked")
+    own = ("generator",)  # what each process has for itself
 
     def __init__(self, args, learned):
         rewards = common_rewards(torch.cat([rows["reward"].flatten() for rows in learned.values()]))
         gives = any(others_pay(rows) for rows in learned.values())
         torch.manual_seed(args.seed)
         self.model = WorldModel(args.hidden_size, rewards, gives).to(args.device)
+        self.model.load_state_dict(Processes.share(self.model.state_dict()))
         self.optimizer = torch.optim.Adam(self.model.parameters(), fused=True)
-        self.generator = seeded(args.seed, "batches", args.device)
+        self.generator = seeded(Processes.seed(args.seed), "batches", args.device)
         self.updates = 0
         self.seconds = 0.0  # from the start of the script to the last update
         self.totals = {}  # name -> (sum, number) of the losses since the last measurement
@@ -356,8 +465,9 @@ class Run(Saved):
 
     def content(self, args):
         """What a checkpoint holds."""
-        return {"config": dataclasses.asdict(args), "run": self.state_dict(),
-                "world_model": self.model.state_dict()}
+        state = self.state_dict()
+        return {"config": dataclasses.asdict(args), "run": state, "world_model": self.model.state_dict(),
+                "others": Processes.gather({name: state[name] for name in self.own})}
 
 
 def main(args):
@@ -382,7 +492,7 @@ def main(args):
         keep_bad_state(folder, run.content(args), failure, f"after {run.updates} updates")
     if stopped:
         print(f"stopped at {run.updates} updates; go on with: python {SCRIPT} --resume {folder}")
-    else:
+    elif not Processes.rank:
         report(run, held_out, folder)
     writer.close()
     return 128 + stopped if stopped else 0
@@ -395,8 +505,9 @@ def train(args, run, learned, held_out, folder, writer):
     saved, seconds_before = time.perf_counter(), run.seconds
     bar = tqdm(total=args.num_updates, initial=run.updates, unit=" updates", dynamic_ncols=True,
                mininterval=0.5, desc="training")
+    stopped = 0
     with bar, Interrupt() as interrupt:
-        while run.updates < args.num_updates and not interrupt.wanted:
+        while run.updates < args.num_updates and not stopped:
             rate = args.learning_rate * 0.5 * (1 + math.cos(math.pi * run.updates / args.num_updates))
             optimizer.param_groups[0]["lr"] = rate
             loss = 0.0
@@ -406,9 +517,9 @@ def train(args, run, learned, held_out, folder, writer):
                 weights = plane_weights(args.plane_weights, len(rows["cell"]), args.device)
                 loss = loss + (terms["planes"] * weights).sum() + terms["reward"] + terms["end"]
                 count_losses(run.totals, terms, name)
-            check_finite(loss, "the loss")
             optimizer.zero_grad()
             loss.backward()
+            check_finite(*Processes.mean_gradients(model, loss), "the loss")
             for part, parameter in model.named_parameters():
                 check_finite(parameter.grad, f"the gradient of {part}")
             optimizer.step()
@@ -418,16 +529,18 @@ def train(args, run, learned, held_out, folder, writer):
             run.seconds = seconds_before + time.perf_counter() - START
             bar.update()
             last = run.updates == args.num_updates
-            if run.updates % args.check_every == 0 or run.updates in (25, 50, 100) or last:
+            checked = run.updates % args.check_every == 0 or run.updates in (25, 50, 100) or last
+            if checked and not Processes.rank:
                 checks = {name: measure(model, rows) for name, rows in held_out.items()}
                 log_check(writer, run, checks, rate)
                 exact = " ".join(f"{name} {100 * check['exact']:.2f}%" for name, check in checks.items())
                 bar.set_postfix_str(f"exact {exact}", refresh=False)
-            if last or interrupt.wanted or time.perf_counter() - saved > args.save_every:
+            stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
+            if last or stopped or due:
                 saved = time.perf_counter()
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
-    return interrupt.wanted
+    return stopped
 
 
 def plane_weights(weights, num_players, device):
@@ -452,6 +565,8 @@ def log_check(writer, run, checks, rate):
     for name, check in checks.items():
         for key, value in check.items():
             writer.add_scalar(f"world_model/{key}/{name}", value, run.updates)
+    for tag, seconds in Processes.times().items():
+        writer.add_scalar(tag, seconds, run.updates)
     writer.add_scalar("charts/learning_rate", rate, run.updates)
     writer.add_scalar("charts/UPS", run.updates / run.seconds, run.updates)
     run.totals = {}
@@ -1398,6 +1513,10 @@ def run_folder(args, number=0):
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
+    if Processes.rank:
+        folder = Processes.share(None)
+        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
     config = {"script": SCRIPT, "version": VERSION, **dataclasses.asdict(args), "resume": None}
@@ -1418,12 +1537,21 @@ def open_run(args):
         Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
-    return folder
+    return Processes.share(folder)
+
+
+class Silent:
+    """A writer that writes nothing."""
+
+    def __getattr__(self, name):
+        return lambda *_, **__: None
 
 
 def open_writer(folder, args, done=0, plots=()):
     """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
     The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+    if Processes.rank:
+        return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
 
     def show(failure):  # what the writing thread cannot write is raised where the next point is written
@@ -1451,6 +1579,8 @@ def save_json(path, content):
 
 def write_file(path, content, before=None):
     """Writes a file to the disk, whole or not at all; what stood there may be kept, named `before`."""
+    if Processes.rank:
+        return
     new = path + ".new"
     try:
         with open(new, "wb") as file:
@@ -1506,7 +1636,7 @@ def load_run(args, free=("total_timesteps",)):
             raise
         checkpoint = load_checkpoint(before, asked, args.device)
         print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
-        if os.path.isfile(path):
+        if os.path.isfile(path) and not Processes.rank:
             os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
     if checkpoint["script"] != SCRIPT:
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
@@ -1515,6 +1645,11 @@ def load_run(args, free=("total_timesteps",)):
         if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
+    others = checkpoint.get("others", [])
+    if len(others) + 1 != Processes.size:
+        raise Refused(f"{asked}: that run has {len(others) + 1} processes, here are {Processes.size}")
+    if Processes.rank:
+        checkpoint.get("run", checkpoint).update(others[Processes.rank - 1])
     for what, now in made_with().items():
         if now != checkpoint["made_with"][what]:
             print(f"warning: {asked} was made with {what} {checkpoint['made_with'][what]}, here is {now}: "
@@ -1607,7 +1742,9 @@ def run_script(args_class, main):
         if hasattr(sys.stdout, "reconfigure"):
             # Nothing is lost where the script ends at once, and what a terminal cannot show is no fault.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
-        sys.exit(main(read_flags(args_class)))
+        with Processes.together():
+            done = main(read_flags(args_class))
+        sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
@@ -1618,7 +1755,8 @@ def run_script(args_class, main):
         if "can't allocate memory" not in str(error) and not isinstance(error, torch.OutOfMemoryError):
             raise
         told = f"the memory is full: {str(error).rpartition(': ')[2].splitlines()[0]}; {Interrupt.advice}"
-    print(f"error: {told}", file=sys.stderr)
+    if Processes.first():
+        print(f"error: {told}", file=sys.stderr)
     sys.exit(code)
 
 
