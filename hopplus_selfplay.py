@@ -51,6 +51,11 @@ The file from top to bottom, in the order in which things happen:
     game          the batched stag hunt and its rules
     players       rule-based players, mixes of them, players from a file
     outputs       run folder, pictures, tables
+
+Where to change what: what the search tries next, `choose`; what is played, `Table.plan`; who imagined
+partners are, `Imagination.draw_types`, and how they move, `Imagination.think`; what a policy is told,
+`Table.told` (its width in `Networks`); what all see, `Views`; what the world model predicts, `WorldModel` and
+`WorldTables`.
 """
 
 import contextlib
@@ -1280,7 +1285,8 @@ class Table(Saved):
         return {kind: [pair for pair, other in enumerate(kinds) if other == kind] for kind in kinds}
 
     def told(self, mean):
-        """What the policies are told of the others' goals, the same for a whole search.
+        """What the policies are told of the others' goals, the same for a whole search. (Its width is set in
+        Networks.)
 
         [P, B, G] -> [L, B, (N-1) * G]
         """
@@ -1424,10 +1430,10 @@ class Searcher:
         return log_probs.flatten(0, 1), value.flatten(), others.flatten(0, 1)
 
 
-def improved_policy(log_probs, q, visits, value, beta):
-    """softmax(log-policy + beta * Q), where an action never tried counts with the value of what was tried.
+def improved_policy(log_probs, q, visits, value, sharp):
+    """softmax(log-policy + sharp * Q), where an action never tried counts with the value of what was tried.
 
-    log_probs, q, visits [.., 7]; value, beta [.., 1] -> log of the improved policy, the completed Q [.., 7].
+    log_probs, q, visits [.., 7]; value, sharp [.., 1] -> log of the improved policy, the completed Q [.., 7].
     Both are those of Gumbel MuZero (Danihelka et al. 2022, eq. 10-11, app. D).
     """
     policy, tried = log_probs.exp(), (visits > 0).float()
@@ -1435,7 +1441,7 @@ def improved_policy(log_probs, q, visits, value, beta):
     weighted = (policy * q * tried).sum(-1, keepdim=True) / chance.clamp(min=1e-9)
     mixed = torch.where(total > 0, (value + total * weighted) / (1 + total), value)
     completed = torch.where(visits > 0, q, mixed)
-    return (log_probs + beta * completed).log_softmax(-1), completed
+    return (log_probs + sharp * completed).log_softmax(-1), completed
 
 
 def sharpness(args, value):
@@ -1504,7 +1510,8 @@ def search(model, searcher, state, simulations, args, generator, max_depth=64):
 
 def choose(prior, q, visits, value, sharp):
     """The action tried next in positions of a tree [Q]: the one whose visits lack most of what the improved
-    policy would give it. prior (log-policy), q, visits [Q, 7]; value, sharp [Q, 1]"""
+    policy would give it. prior (log-policy, below -1e7 where illegal), q, visits [Q, 7]; value, sharp [Q, 1]
+    (q and value are scaled rewards, sharp * q is in units of the log-policy)"""
     improved, _ = improved_policy(prior, q, visits, value, sharp)
     lacking = improved.exp() - visits / (1 + visits.sum(-1, keepdim=True))
     return lacking.masked_fill(prior < -1e7, -torch.inf).argmax(-1)  # legal ones only
@@ -1581,13 +1588,13 @@ def ego_first(state, order, games=None):
 
 
 class Imagination(Saved):
-    """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own policy,
-    and the warm-up's model of others moves its partners.
+    """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own
+    policy, and the warm-up's model of others moves its partners.
 
-    A partner is a type [H]: what the warm-up's inference knew of a player at the end of a recorded meeting. Type
-    and present view give its goal, the goal its action. A few are like nobody on record, so that beliefs which
-    fit nobody are met, too. A partner stays from episode to episode, MEETING on average, and the player's belief
-    about it follows what it does, as in real games.
+    A partner is a type, weights of hypotheses [H] (`Replay.cast`): what the warm-up's inference knew of a
+    player at the end of a recorded meeting. Type and present view give its goal, the goal its action. A few
+    are like nobody on record, so that beliefs which fit nobody are met, too. A partner stays from episode to
+    episode, MEETING on average, and the player's belief about it follows what it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
@@ -1847,8 +1854,8 @@ def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes that
-    learn together tell the totals of masked_mean by `all_of`.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes
+    that learn together tell the totals of masked_mean by `all_of`.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
@@ -1871,8 +1878,8 @@ def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
 
 
 def learn_others(args, others, replay, optimizer, generator):
-    """Trains the models of others on stretches of real games and of the record. -> means of the losses over the
-    update, each [P]"""
+    """Trains the models of others on stretches of real games and of the record. -> means of the losses over
+    the update, each [P]"""
     totals = []
     for _ in range(args.moa_minibatches):
         lesson = replay.draw(STRETCHES, RECORDED, generator)
@@ -2317,10 +2324,14 @@ def seat_players(args, saved, num_envs, seed, episodes=1, learner=None):
             weights.append(networks_of(saved, own if learner is None else learner))
         else:
             weights.append(load_guest(args, args.players[seat]))
-    for part in ("policy", "others"):
-        network = getattr(table.networks, part)
-        network.load_state_dict({key: torch.cat([each[part][key] for each in weights])
-                                 for key in network.state_dict()})
+    try:
+        for part in ("policy", "others"):
+            network = getattr(table.networks, part)
+            network.load_state_dict({key: torch.cat([each[part][key] for each in weights])
+                                     for key in network.state_dict()})
+    except (KeyError, RuntimeError) as error:
+        told = f"its players do not fit this script ({type(error).__name__})"
+        raise Refused(f"--checkpoint {args.checkpoint}: {told}") from error
     table.memory = table.networks.others.start(num_envs).detach().clone()
     if args.search_model == "learned":
         world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
@@ -2764,8 +2775,8 @@ CHANGE = 2e-3  # the chance that a player begins to play another way, at each st
 
 
 def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely, and after which a
-    player begins to play another way with a chance of `change`."""
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
+    begins to play another way with a chance of `change`."""
     joint = memory * likely
     return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
@@ -3104,8 +3115,8 @@ class WorldTables:
         return token
 
     def step(self, state, actions):
-        """A joint move [N, B], ego first. -> the next state, the ego's reward [B], and where its own game or
-        the episode is over [B]"""
+        """A joint move [N, B], ego first. -> the next state (the keys of STATE, which a tree holds), the
+        ego's reward [B], and where its own game or the episode is over [B]"""
         cell, board, clock = state["cell"], state["board"], state["clock"]
         legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
         power = look_up(self.power, actions.int())
@@ -3499,7 +3510,7 @@ class UserPlayer:
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
         action = action.long()
         if ((action < 0) | (action >= NUM_ACTIONS)).any():
-            raise Failed(f"--players {self.name}: act gave actions from {action.min()} to {action.max()}, there "
+            raise Failed(f"--players {self.name}: act gave actions {action.min()} to {action.max()}, there "
                          f"are 0 to {NUM_ACTIONS - 1}")
         return action
 

@@ -823,8 +823,8 @@ def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes that
-    learn together tell the totals of masked_mean by `all_of`.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes
+    that learn together tell the totals of masked_mean by `all_of`.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
@@ -1443,8 +1443,8 @@ CHANGE = 2e-3  # the chance that a player begins to play another way, at each st
 
 
 def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely, and after which a
-    player begins to play another way with a chance of `change`."""
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
+    begins to play another way with a chance of `change`."""
     joint = memory * likely
     return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 

@@ -1272,8 +1272,8 @@ class WorldTables:
         return token
 
     def step(self, state, actions):
-        """A joint move [N, B], ego first. -> the next state, the ego's reward [B], and where its own game or
-        the episode is over [B]"""
+        """A joint move [N, B], ego first. -> the next state (the keys of STATE, which a tree holds), the
+        ego's reward [B], and where its own game or the episode is over [B]"""
         cell, board, clock = state["cell"], state["board"], state["clock"]
         legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
         power = look_up(self.power, actions.int())

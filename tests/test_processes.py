@@ -12,6 +12,7 @@ import traceback
 import matplotlib.pyplot  # noqa: F401  here, so that not every fork has to
 import pytest
 import torch
+from matplotlib.figure import Figure
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
 
@@ -84,7 +85,7 @@ def run(folder, script, line, before=lambda rank: None, size=2):
     """A whole run of a script, its flags given as they are typed. -> exit codes, what the processes said"""
 
     def work(rank):
-        hop.report_models = lambda *_: ({}, {}, 0)  # they take long
+        hop.report_models, hop.draw_models = lambda *_: ({}, {}, 0), lambda *_: Figure()  # they take long
         hop.Log.picture = vae.write_pictures = lambda *_: None
         before(rank)
         sys.argv = [script.SCRIPT, *line.split(), *([] if "--resume" in line else ["--runs-dir", str(folder)])]
@@ -173,7 +174,7 @@ def hop_case():
         networks = hop.Table(args, 9, 1).networks
         adam = lambda part: torch.optim.Adam(part.parameters(), lr=1e-2, eps=1e-5)
         replay = type("Replay", (), {"draw": lambda *_: lesson})
-        figures = hop.learn_others(args, networks.others, replay, None, adam(networks.others), torch.Generator())
+        figures = hop.learn_others(args, networks.others, replay, adam(networks.others), torch.Generator())
         figures |= hop.learn_policy(args, networks.policy, policy, adam(networks.policy), 0.02, torch.Generator())
         return networks.state_dict(), {key: part for key, part in figures.items() if "explained" not in key}
 
