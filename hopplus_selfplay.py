@@ -2772,12 +2772,13 @@ class GoalPrior(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
+TREMBLE = 0.1  # hands tremble: by one action no hypothesis loses more than this factor against another
 
 
 def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
-    begins to play another way with a chance of `change`."""
-    joint = memory * likely
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely (the likeliest
+    1); then a player begins to play another way with a chance of `change`."""
+    joint = memory * likely.clamp(min=TREMBLE)
     return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
 
@@ -2789,7 +2790,8 @@ class OtherModel(nn.Module):
     probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever. A goal is read from the weights and the present view. With `silent` all goals are 0.
+    ever; but p counts as at least TREMBLE of the likeliest, for one slip tells little. A goal is read from
+    the weights and the present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):

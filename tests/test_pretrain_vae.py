@@ -163,8 +163,10 @@ def test_what_fills_up_a_lesson_changes_nothing(samples, args, run_of):
 
 
 def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
-    known = run_of.known
+    known, clear = run_of.known, 0
     torch.nn.init.normal_(known.prior)
+    with torch.no_grad():
+        known.likelihood.weight.mul_(10)  # hypotheses that disagree
     likely = vae.infer_goals(known, lesson_of(args, run_of, samples))[3][0].exp().view(-1, 20)
     for place in range(20):
         belief = known.prior[0, 0].softmax(-1)
@@ -173,8 +175,10 @@ def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
             torch.testing.assert_close(likelihood.sum(0), torch.ones(args.hypotheses))
             of_action = likelihood[samples["action"][row]]
             torch.testing.assert_close(likely[step, place], of_action @ belief, atol=1e-5, rtol=1e-3)
-            belief = belief * of_action / (belief * of_action).sum()
+            counted = torch.maximum(of_action, vae.TREMBLE * of_action.max())
+            belief, clear = belief * counted / (belief * counted).sum(), clear + int((counted > of_action).any())
             belief = (1 - vae.CHANGE) * belief + vae.CHANGE * known.prior[0, 0].softmax(-1)
+    assert clear > 20
 
 
 def test_only_the_past_enters_the_inferred_goal(samples, args, run_of):
