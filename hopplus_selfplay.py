@@ -758,11 +758,11 @@ def play_and_learn(args, folder, run, log):
             log.update(real, dream, figures)
             stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
             if run.timesteps >= args.total_timesteps or stopped or due:
-                if not Processes.rank:
-                    log.picture()
                 log.writer.flush()
                 run.save(args, folder)
                 saved = time.perf_counter()
+                if not Processes.rank:
+                    log.picture()  # last, for torchrun gives whoever is to stop 30 seconds
     return stopped
 
 

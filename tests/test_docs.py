@@ -25,7 +25,9 @@ OF_THE_READER = {"my_player.py", "file.py", "games.npz", "rows.npz", "curves.png
 OF_A_RUN = {"config.json", "checkpoint.pt", "checkpoint-before.pt", "checkpoint-damaged.pt", "not-finite.pt", "players.pt",
             "results.json", "references.json", "adaptation.md",
             "adaptation.csv", "compare.png", "moa_eval_epochN.csv", "models_of_others.png", "symmetry.png"}
-OTHER_PROGRAMS = {"pip": {"-r"}, "tensorboard": {"--logdir"}, "pytest": {"-s", "-k", "-q", "-n"}}
+OTHER_PROGRAMS = {"pip": {"-r"}, "tensorboard": {"--logdir"}, "pytest": {"-s", "-k", "-q", "-n"},
+                  "torchrun": {"--nproc-per-node", "--nnodes", "--rdzv-id", "--rdzv-backend", "--rdzv-endpoint",
+                               "--ntasks-per-node"}}
 
 
 def pieces(page):
