@@ -324,7 +324,8 @@ def draw(table, board, path):
         axis.set_ylim(bottom=min(0.0, *known["random"]))
     for axis in axes.flat[len(met):]:
         axis.set_visible(False)
-    axes[0, 0].legend(fontsize=8)
+    if axes[0, 0].get_legend_handles_labels()[0]:
+        axes[0, 0].legend(fontsize=8)
     figure.suptitle(f"{board}: return by episode of a meeting (dashed: the most anybody earned in the second half, dotted: a random player)")
     figure.tight_layout()
     figure.savefig(path, dpi=80)
