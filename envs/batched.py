@@ -435,6 +435,14 @@ class UserPlayer:
         except BaseException as error:
             raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 
+    @staticmethod
+    def describe(error):
+        """What somebody else's code raised, in one line whatever it says of itself."""
+        try:
+            return " ".join(repr(error).split())
+        except BaseException:
+            return type(error).__name__
+
     def ask(self, method, *parts):
         """Lets the player do something; what it raises is its own fault."""
         try:
