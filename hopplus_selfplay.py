@@ -3510,10 +3510,6 @@ class UserPlayer:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
-        action = action.long()
-        if ((action < 0) | (action >= NUM_ACTIONS)).any():
-            raise Failed(f"--players {self.name}: act gave actions {action.min()} to {action.max()}, there "
-                         f"are 0 to {NUM_ACTIONS - 1}")
         return action
 
 

@@ -613,8 +613,7 @@ FAULTS = ("raise KeyError('x')", "1 / 0", "import sys; sys.exit(0)", "raise Keyb
           "raise MemoryError", "self.act(o, g)", "torch.zeros(10**15)", "return s * 0.5", "return s[1:]", "return None",
           "return [4] * len(s)", "return s[:, None]", "return torch.zeros(len(s), dtype=torch.int64, device='meta')",
           "raise ValueError('two\\nlines')", "raise type('E', (Exception,), {'__repr__': lambda self: 'two\\nlines'})",
-          "raise type('E', (Exception,), {'__repr__': None})", "import nothing_such", "o['nothing']", "return s + 7",
-          "return s - 1", "return s + 2**40", "return s.to(torch.uint8) + 200")
+          "raise type('E', (Exception,), {'__repr__': None})", "import nothing_such", "o['nothing']")
 PLAYERS = {  # what is wrong -> (the exit codes that are right, the file)
     **{f"at once: {fault}": ((2,), AT_ONCE.format(fault)) for fault in FAULTS},
     **{f"later: {fault}": ((1,), LATER.format(fault)) for fault in FAULTS},

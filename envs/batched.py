@@ -435,6 +435,14 @@ class UserPlayer:
         except BaseException as error:
             raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 
+    @staticmethod
+    def describe(error):
+        """What somebody else's code raised, in one line whatever it says of itself."""
+        try:
+            return " ".join(repr(error).split())
+        except BaseException:
+            return type(error).__name__
+
     def ask(self, method, *parts):
         """Lets the player do something; what it raises is its own fault."""
         try:
@@ -456,10 +464,6 @@ class UserPlayer:
             got = f"{action.dtype} {list(action.shape)}"
         if not re.fullmatch(rf"torch.u?int\d+ \[{len(step)}\]", got):
             raise Failed(f"--players {self.name}: act gave {got}, not a tensor of {len(step)} whole numbers")
-        action = action.long()
-        if ((action < 0) | (action >= NUM_ACTIONS)).any():
-            raise Failed(f"--players {self.name}: act gave actions {action.min()} to {action.max()}, there "
-                         f"are 0 to {NUM_ACTIONS - 1}")
         return action
 
 
