@@ -341,7 +341,7 @@ def main(args):
     os.makedirs(args.folder, exist_ok=True)
     code = work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
     table = read(args)
-    for board in args.boards:
+    for board in (board for board in args.boards if table.references[board]):
         draw(table, board, os.path.join(args.folder, f"{board}.png"))
     return code
 

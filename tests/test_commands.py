@@ -51,7 +51,7 @@ def commands():
     found = {}
     for page in PAGES:
         for language, block in pieces(page)[1]:
-            for line in block.splitlines() if language != "python" else ():
+            for line in block.replace("\\\n", " ").splitlines() if language != "python" else ():
                 words = shlex.split(line, comments=True)
                 if words[:1] == ["python"] and words[1:3] != ["-m", "pytest"]:
                     found.setdefault(tuple(words[3:] if words[1] == "-m" else words[1:]), (page.name, words))
@@ -153,7 +153,7 @@ def run_benchmark(program, words, monkeypatch):
         listed.extend(runs)
         return 0
 
-    for name, stand_in in (("work", look), ("play_rules", lambda args: None)):
+    for name, stand_in in (("work", look), ("play_rules", lambda *_: {})):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, stand_in)
     args = tyro.cli(module.Args, args=[*words, *SHORT.get(program, "").split()])
