@@ -758,11 +758,11 @@ def play_and_learn(args, folder, run, log):
             log.update(real, dream, figures)
             stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
             if run.timesteps >= args.total_timesteps or stopped or due:
+                if not Processes.rank:
+                    log.picture()  # before the checkpoint: a run that goes on from there draws it no more
                 log.writer.flush()
                 run.save(args, folder)
                 saved = time.perf_counter()
-                if not Processes.rank:
-                    log.picture()  # last, for torchrun gives whoever is to stop 30 seconds
     return stopped
 
 
@@ -830,6 +830,7 @@ class Log:
             self.add("world_model/exact", model_exactness(table, real))
         for part, spent in self.spent.items():
             self.add(f"time/{part}", spent)
+        self.spent.clear()  # pictures are not drawn in each update
         for tag, spent in Processes.times().items():
             self.add(tag, spent)
         self.add("charts/SPS", self.speed())

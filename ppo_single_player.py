@@ -597,13 +597,13 @@ def train(args, run, folder, writer):
                 "time/rollout": middle - started, "time/learning": ended - middle, **Processes.times()})
             stopped, due = Processes.most(interrupt.wanted, ended - saved > args.save_every)
             last = run.true_steps >= args.total_timesteps or stopped
+            if not Processes.rank and (last or ended - pictured > args.picture_every):
+                pictured = ended
+                log_pictures(args, writer, run, taken, folder)
             if last or due:
                 saved = ended
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
-            if not Processes.rank and (last or ended - pictured > args.picture_every):
-                pictured = ended
-                log_pictures(args, writer, run, taken, folder)
     return stopped
 
 

@@ -621,6 +621,17 @@ def test_a_short_run_leaves_its_results(tmp_path, changes, monkeypatch):
         assert all(0 <= share <= 1 for pair in told for share in pair["recall"].values())
 
 
+def test_a_picture_is_there_before_the_checkpoint_after_which_it_is_drawn_no_more(tmp_path, monkeypatch):
+    done, save = [], script.Run.save
+    monkeypatch.setattr(script.Log, "picture", lambda log: done.append(("picture", log.run.timesteps)))
+    monkeypatch.setattr(script.Run, "save", lambda run, *rest: (done.append(("save", run.timesteps)), save(run, *rest)))
+    monkeypatch.setattr(script, "report", lambda *_: None)
+    assert script.main(flags(tmp_path, save_every=0.0)) == 0
+    assert done[0] == ("save", 0) and len(done) > 2
+    assert [word for word, _ in done[1:]] == ["picture", "save"] * (len(done) // 2)
+    assert [step for _, step in done[1::2]] == [step for _, step in done[2::2]]
+
+
 def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     """Few curves and one run in TensorBoard, beside the flags and results; commands that can be pasted."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
