@@ -129,6 +129,7 @@ class Processes:
 
     rank, size, store = 0, 1, None
     seconds = 0.0  # spent on telling one another, and on waiting for it
+    rooms = {}  # by network, where its gradients are put together
 
     @classmethod
     @contextlib.contextmanager
@@ -208,23 +209,24 @@ class Processes:
         return told.tolist()
 
     @classmethod
-    def mean(cls, *parts):
-        """Tensors, each the mean over all processes, in one message."""
+    def mean(cls, *parts, room=None):
+        """Tensors, each the mean over all processes, in one message (in `room`, if there is any)."""
         if cls.size == 1:
             return parts
-        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        flat = torch.cat([part.detach().float().flatten() for part in parts], out=room)
         cls.call(torch.distributed.all_reduce, flat)
-        means = (flat / cls.size).split([part.numel() for part in parts])
+        means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
-        gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        means = cls.mean(*figures, *gradients)
-        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
-            gradient.copy_(mean)
-        return means[:len(figures)]
+        learning = [part for part in network.parameters() if part.grad is not None]
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        means = cls.mean(*figures, *(part.grad for part in learning), room=room)
+        for part, mean in zip(learning, means[len(figures):]):
+            part.grad = mean
+        return [figure.clone() for figure in means[:len(figures)]]
 
 
 if __name__ == "__main__":
@@ -347,8 +349,8 @@ class ImaginationArgs:
 
 @dataclass
 class WarmupArgs:
-    warmup_meetings: int = 128
-    """meetings of rule-based players in the warm-up, each of four episodes or more"""
+    warmup_meetings: int = 512
+    """meetings of rule-based players in the warm-up, each of two episodes or more"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
     """who plays in the warm-up"""
     vae_checkpoint: str | None = None
@@ -371,7 +373,7 @@ class LearningArgs:
     """step size of Adam for policy and value; it falls to 0 over the run"""
     moa_learning_rate: float = 3e-3
     """step size of Adam for the models of others; it falls to 0, and does so late in the run"""
-    moa_minibatches: int = 16
+    moa_minibatches: int = 8
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
@@ -826,8 +828,6 @@ class Log:
             simulations = round(decisions.item() * Processes.size) * args.num_simulations
             run.simulations += simulations
             self.add("mcts/simulations_per_second", simulations / self.spent["real_games"])
-        if args.search_model == "learned":
-            self.add("world_model/exact", model_exactness(table, real))
         for part, spent in self.spent.items():
             self.add(f"time/{part}", spent)
         self.spent.clear()  # pictures are not drawn in each update
@@ -882,6 +882,8 @@ def report(args, folder, run, log):
     if args.search_model == "learned":
         results["world_model"], steps = score_world(args, table.model)
         measured += steps
+        for what, share in results["world_model"].items():
+            log.add(f"world_model/exact_{what}", share)
         print("\nworld model, on fresh mixed games: " + ", ".join(
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
@@ -901,7 +903,7 @@ def report(args, folder, run, log):
 
 # ===================================================================================== warm-up
 
-WARMUP_EPOCHS = 6  # times that goals and models of others learn from the meetings
+WARMUP_EPOCHS = 3  # times that goals and models of others learn from the meetings
 WARMUP_RATE = 8e-3  # step size of Adam at the start of the warm-up
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
 HINDSIGHT = 0.25  # share of the steps whose action is to be told from the goal in hindsight, not the belief
@@ -912,7 +914,7 @@ PRIOR_WEIGHT = 1e-3  # of the goal prior's distance to the standard normal, in t
 def record_meetings(args):
     """Plays meetings of the --warmup-players, the data of the warm-up. -> dict of [.., T, B]
 
-    The same players meet for the whole record, four episodes or more. In half of the meetings all are of one
+    The same players meet for the whole record, two episodes or more. In half of the meetings all are of one
     kind, in the others each is drawn for itself.
     """
     device, game = args.device, make_game(args, args.warmup_meetings, args.seed + 7)
@@ -923,7 +925,7 @@ def record_meetings(args):
     alike = torch.arange(game.num_envs, device=device)[:, None] % 2 == 0
     rule = rules[torch.where(alike, kind[:, :1], kind)].float()
     never, steps = torch.zeros(game.num_envs, dtype=torch.bool, device=device), []
-    for _ in range(4 * max(args.final_time, 36)):
+    for _ in range(2 * max(args.final_time, 36)):
         state = game.state()
         out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
         steps.append({**state, "actions": out["action"].T, "present": out["present"].T, "over": out["over"],
@@ -947,7 +949,7 @@ def warm_up_goals(args, table, record):
 
 
 def learn_goals(args, prior, known, record):
-    """Trains the goal prior and one model of others on the record, four players' meetings at a time."""
+    """Trains the goal prior and one model of others on the record, eight players' meetings at a time."""
     parameters = [*prior.parameters(), *known.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=WARMUP_RATE, eps=1e-5, fused=True)
     generator = seeded(args.seed, "warm-up", args.device)
@@ -957,7 +959,7 @@ def learn_goals(args, prior, known, record):
     action = row(record["actions"]).long()
     goal_step = row(last_steps(record["ends"], args.horizon))
     pieces = [piece for _ in range(WARMUP_EPOCHS) for piece in
-              torch.randperm(x.shape[2], generator=generator, device=x.device).split(4)]
+              torch.randperm(x.shape[2], generator=generator, device=x.device).split(8)]
     for done, piece in enumerate(tqdm(pieces, desc="warming up: goals", leave=False, dynamic_ncols=True)):
         optimizer.param_groups[0]["lr"] = WARMUP_RATE * (1 - done / len(pieces))
         lesson = {"x": x[:, :, piece], "action": action[:, :, piece], "seen": seen[:, :, piece],
@@ -965,10 +967,10 @@ def learn_goals(args, prior, known, record):
         mean, logvar = prior(lesson["x"].flatten(1, 2))
         distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
         lesson |= pick_goals(mean, logvar, goal_step[:, :, piece])
-        loss = others_loss(known, lesson, generator)["loss"]
-        loss = loss + PRIOR_WEIGHT * masked_mean(distance, lesson["weight"].flatten(1))
+        weight = lesson["weight"].flatten(1)
+        loss = others_loss(known, lesson, generator)["loss"] + PRIOR_WEIGHT * (distance * weight).sum(-1)
         optimizer.zero_grad()
-        loss.sum().backward()
+        (loss.sum() / weight.sum()).backward()
         clip_gradients(prior, MAX_GRAD_NORM)
         clip_gradients(known, MAX_GRAD_NORM)
         optimizer.step()
@@ -1694,7 +1696,7 @@ class Imagination(Saved):
 
 # ==================================================================================== learning
 
-STRETCHES, RECORDED = 32, 6  # in a lesson: real ones, ones of the record
+STRETCHES, RECORDED = 64, 12  # in a lesson: real ones, ones of the record
 
 
 class Replay(Saved):
@@ -1833,10 +1835,9 @@ def gaussian_kl(mean, logvar, other_mean, other_logvar):
     return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
 
 
-def masked_mean(x, weight, total=None):
-    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
-    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
-    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
+def masked_mean(x, weight):
+    """The mean of each row over its samples: [L, M] -> [L]."""
+    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
 
 
 def infer_goals(model, lesson):
@@ -1851,28 +1852,27 @@ def infer_goals(model, lesson):
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
-def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
-    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
+def others_loss(model, lesson, generator):
+    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
+    minimised, each added up over the samples.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes
-    that learn together tell the totals of masked_mean by `all_of`.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
-    total, = all_of(weight.sum(-1))
-    losses = {"hypotheses_loss": -masked_mean(likely, weight, total)}
+    losses = {"hypotheses_loss": -(likely * weight).sum(-1)}
     if "goal_mean" in lesson:
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight, total)
+        losses["inference_loss"] = (distance * weight).sum(-1)
         told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
     taken = log_probs.gather(-1, action[..., None])[..., 0]
-    losses["action_loss"] = -masked_mean(taken, weight, total)
+    losses["action_loss"] = -(taken * weight).sum(-1)
     losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
                       + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
     return losses
@@ -1884,15 +1884,16 @@ def learn_others(args, others, replay, optimizer, generator):
     totals = []
     for _ in range(args.moa_minibatches):
         lesson = replay.draw(STRETCHES, RECORDED, generator)
-        losses = others_loss(others, lesson, generator, Processes.mean)
+        losses = others_loss(others, lesson, generator)
         optimizer.zero_grad()
-        losses["loss"].sum().backward()
+        (losses["loss"].sum() / lesson["weight"][0].numel()).backward()
         Processes.mean_gradients(others)
         clip_gradients(others, MAX_GRAD_NORM)
         optimizer.step()
-        totals.append({f"moa/{key}": value.detach() for key, value in losses.items()})
-    means = [torch.stack([total[key] for total in totals]).mean(0) for key in totals[0]]
-    return dict(zip(totals[0], Processes.mean(*means)))
+        totals.append({**losses, "samples": lesson["weight"].sum((1, 2)).float()})
+    sums = Processes.mean(*(torch.stack([total[key].detach() for total in totals]).sum(0) for key in totals[0]))
+    *sums, samples = sums
+    return {f"moa/{key}": part / samples.clamp(min=1) for key, part in zip(totals[0], sums)}
 
 
 def join(real, dream):
@@ -1925,6 +1926,20 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     return advantages, values[:-1] + trace * advantages
 
 
+def share_out(weight, parts):
+    """Weights [T, L, M] of samples, made such that they add up to 1 in each of so many equal parts of the
+    samples, in the mean of all processes: their sums are then means."""
+    total, = Processes.mean(weight.sum((0, 2), keepdim=True))
+    return weight * parts / total.clamp(min=1e-8)
+
+
+def standardise(x, weight):
+    """x [T, L, M] less each learner's mean, divided by its spread, over the samples of all processes."""
+    share = share_out(weight, 1)
+    x = x - Processes.mean((x * share).sum((0, 2), keepdim=True))[0]
+    return x / (Processes.mean((x.square() * share).sum((0, 2), keepdim=True))[0].sqrt() + 1e-8)
+
+
 def learn_policy(args, policy, data, optimizer, ent_coef, generator):
     """One update of all policies and values on steps [T, L, B, ...]. -> means of the losses, each [L]
 
@@ -1937,13 +1952,16 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
                                       args.gamma, GAE_LAMBDA)
     if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * REWARD_SCALE)
-    steps = {**data, "advantages": advantages, "returns": returns, "values": values}
+    drawn = (data["present"] & ~data["searched"]).float()
+    planned = (data["present"] & data["searched"]).float()
+    steps = {**data, "returns": returns, "values": values, "advantages": standardise(advantages, drawn),
+             "drawn": share_out(drawn, args.num_minibatches),
+             "planned": share_out(planned, args.num_minibatches)}
     flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in steps.items()}  # [L * M, ...]
-    weight, searched, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
-                                            for key in ("present", "searched", "returns", "values"))
-    weight = weight.float()
-    means = {}
-    for kind, part in (("", weight * ~searched), ("real_", weight * searched)):
+    drawn, planned, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
+                                          for key in ("drawn", "planned", "returns", "values"))
+    weight, means = drawn + planned > 0, {}
+    for kind, part in (("", drawn), ("real_", planned)):
         if part.any():
             unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
@@ -1952,7 +1970,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         number = torch.rand(weight.shape, generator=generator, device=weight.device)
-        for rows in (number - weight).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
+        for rows in (number - weight.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
             index = (rows + offset).flatten()
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)
@@ -1968,29 +1986,23 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
 
 
 def policy_loss(args, policy, batch, ent_coef):
-    """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of."""
-    searched, weight = batch["searched"].float(), batch["present"].float()
-    drawn, planned = weight * (1 - searched), weight * searched
-    total, planned_total, summed = Processes.mean(drawn.sum(-1), planned.sum(-1),
-                                                  (batch["advantages"] * drawn).sum(-1))
+    """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of: sums over the samples,
+    whose weights `drawn` and `planned` make them means."""
+    drawn, planned, advantages = batch["drawn"], batch["planned"], batch["advantages"]
     log_probs, value = policy(batch["x"], batch["told"])
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    advantages = batch["advantages"] - (summed / total.clamp(min=1e-8))[:, None]
-    spread, = Processes.mean(masked_mean(advantages.square(), drawn, total))
-    advantages = advantages / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(advantages * ratio, advantages * clipped)
     search_loss = -(batch["target"] * log_probs.clamp(min=-30)).sum(-1)
     error = 0.5 * (value - batch["returns"]).square()
     entropy = -(log_probs.exp() * log_probs).sum(-1)
-    of_drawn, of_planned = (drawn, total), (planned, planned_total)
-    parts = {"policy_loss": masked_mean(-surrogate, *of_drawn),
-             "search_loss": masked_mean(search_loss, *of_planned),
-             "value_loss": masked_mean(error, *of_drawn), "real_value_loss": masked_mean(error, *of_planned),
-             "entropy": masked_mean(entropy, *of_drawn), "real_entropy": masked_mean(entropy, *of_planned),
-             "approx_kl": masked_mean(ratio - 1 - logratio, *of_drawn),  # joschu.net/blog/kl-approx.html
-             "clipfrac": masked_mean(((ratio - 1).abs() > args.clip_coef).float(), *of_drawn)}
+    parts = {"policy_loss": -surrogate * drawn, "search_loss": search_loss * planned,
+             "value_loss": error * drawn, "real_value_loss": error * planned,
+             "entropy": entropy * drawn, "real_entropy": entropy * planned,
+             "approx_kl": (ratio - 1 - logratio) * drawn,  # joschu.net/blog/kl-approx.html
+             "clipfrac": ((ratio - 1).abs() > args.clip_coef) * drawn}
+    parts = {key: part.sum(-1) for key, part in parts.items()}
     loss = (parts["policy_loss"] + parts["search_loss"]
             + VALUE_WEIGHT * (parts["value_loss"] + parts["real_value_loss"])
             - ent_coef * (parts["entropy"] + parts["real_entropy"]))
@@ -2162,20 +2174,6 @@ def draw_models(moa):
         for axes in (left, right):
             axes.set_xticks(ticks, ACTIONS, rotation=30, ha="right")
     return picture
-
-
-@torch.no_grad()
-def model_exactness(table, real):
-    """The share of the real steps just played that the search's model foresees exactly, as the first HOP+
-    player sees them."""
-    flat = {key: real[key].flatten(-2) for key in STATE + ("actions",)}
-    state, joint = ego_first(flat, table.order[:1]), flat["actions"][table.order[0]].long()
-    guess, reward, over = table.model.step(state, joint)
-    true, true_reward, true_over = Rules(make_game(table.args, 1, 0)).step(state, joint)
-    same = (guess["cell"] == true["cell"]).all(0) & (guess["board"] == true["board"]).all(0)
-    same &= ((reward - true_reward).abs() < 0.01) & (over == true_over)
-    same &= guess["deadline"] == true["deadline"]
-    return same[real["present"][table.hop_seats[0]].flatten()].float().mean()
 
 
 @torch.no_grad()
@@ -3724,7 +3722,8 @@ def open_writer(folder, args, done=0, plots=()):
         layout = {}
         for pattern in plots:
             group, _, which = pattern.partition("/")
-            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+            title = " and ".join(re.findall(r"\w+", which)) or "all"
+            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
         if layout:
             writer.add_custom_scalars(layout)
     return writer
@@ -3946,13 +3945,21 @@ def summarise(returns, seats, names):
 
 
 def add_hparams(writer, args, tags):
-    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    """Sets the seed, and the flags that are not as by default, beside the run's last scalars of some tags, on
+    TensorBoard's page that compares runs."""
     from torch.utils.tensorboard.summary import hparams
 
+    changed = changed_flags(args) | {"seed": args.seed}
     flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
-             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+             for name, value in changed.items() if name != "runs_dir"}
     for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
         writer._get_file_writer().add_summary(summary)
+
+
+def changed_flags(args):
+    """The flags that are not as by default, but for those that name one run."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+            if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
 
 
 def command(**flags):
@@ -3966,9 +3973,7 @@ def command(**flags):
 
 def print_next(args, **steps):
     """Tells what to try next, by name a line to paste."""
-    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
-               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
-    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["try another seed"] = command(**changed_flags(args) | {"seed": args.seed + 1})
     steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
     print("\nWhat next:")
     for what, line in steps.items():

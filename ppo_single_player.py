@@ -106,6 +106,7 @@ class Processes:
 
     rank, size, store = 0, 1, None
     seconds = 0.0  # spent on telling one another, and on waiting for it
+    rooms = {}  # by network, where its gradients are put together
 
     @classmethod
     @contextlib.contextmanager
@@ -185,23 +186,24 @@ class Processes:
         return told.tolist()
 
     @classmethod
-    def mean(cls, *parts):
-        """Tensors, each the mean over all processes, in one message."""
+    def mean(cls, *parts, room=None):
+        """Tensors, each the mean over all processes, in one message (in `room`, if there is any)."""
         if cls.size == 1:
             return parts
-        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        flat = torch.cat([part.detach().float().flatten() for part in parts], out=room)
         cls.call(torch.distributed.all_reduce, flat)
-        means = (flat / cls.size).split([part.numel() for part in parts])
+        means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
-        gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        means = cls.mean(*figures, *gradients)
-        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
-            gradient.copy_(mean)
-        return means[:len(figures)]
+        learning = [part for part in network.parameters() if part.grad is not None]
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        means = cls.mean(*figures, *(part.grad for part in learning), room=room)
+        for part, mean in zip(learning, means[len(figures):]):
+            part.grad = mean
+        return [figure.clone() for figure in means[:len(figures)]]
 
 
 if __name__ == "__main__":
@@ -986,10 +988,9 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     return advantages, values[:-1] + trace * advantages
 
 
-def masked_mean(x, weight, total=None):
-    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
-    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
-    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
+def masked_mean(x, weight):
+    """The mean of each row over its samples: [L, M] -> [L]."""
+    return (x * weight).sum(-1) / weight.sum(-1).clamp(min=1e-8)
 
 
 def variance(x, weight):
@@ -997,30 +998,38 @@ def variance(x, weight):
     return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
 
 
+def share_out(weight, parts):
+    """Weights [T, L, M] of samples, made such that they add up to 1 in each of so many equal parts of the
+    samples, in the mean of all processes: their sums are then means."""
+    total, = Processes.mean(weight.sum((0, 2), keepdim=True))
+    return weight * parts / total.clamp(min=1e-8)
+
+
+def standardise(x, weight):
+    """x [T, L, M] less each learner's mean, divided by its spread, over the samples of all processes."""
+    share = share_out(weight, 1)
+    x = x - Processes.mean((x * share).sum((0, 2), keepdim=True))[0]
+    return x / (Processes.mean((x.square() * share).sum((0, 2), keepdim=True))[0].sqrt() + 1e-8)
+
+
 def ppo_loss(log_probs, value, batch, args, ent_coef):
     """The clipped loss of PPO (Schulman et al. 2017) of each learner: [L], and what it is made of.
 
     log_probs [L, M, 7] and value [L, M] are what the networks answer now; batch holds [L, M] of actions,
-    logprobs, advantages, returns, trace, weight: 1 for a sample, 0 where the player was absent, and
-    value_weight, the same for the value.
+    logprobs, advantages, returns, trace; and weight and value_weight, which make sums over the samples means.
     """
     weight, advantages = batch["weight"], batch["advantages"]
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
-    total, value_total, summed = Processes.mean(weight.sum(-1), batch["value_weight"].sum(-1),
-                                                (advantages * weight).sum(-1))
-    centred = advantages - (summed / total.clamp(min=1e-8))[:, None]
-    spread, = Processes.mean(masked_mean(centred.square(), weight, total))
-    advantages = centred / (spread.sqrt()[:, None] + 1e-8)
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
     surrogate = torch.minimum(advantages * ratio, advantages * clipped)
-    policy_loss = -masked_mean(surrogate * batch["trace"], weight, total)
-    value_loss = 0.5 * masked_mean((value - batch["returns"]).square(), batch["value_weight"], value_total)
-    entropy = masked_mean(-(log_probs.exp() * log_probs).sum(-1), weight, total)
+    policy_loss = -(surrogate * batch["trace"] * weight).sum(-1)
+    value_loss = 0.5 * ((value - batch["returns"]).square() * batch["value_weight"]).sum(-1)
+    entropy = -((log_probs.exp() * log_probs).sum(-1) * weight).sum(-1)
     loss = policy_loss - ent_coef * entropy + args.vf_coef * value_loss
     with torch.no_grad():
-        approx_kl = masked_mean(ratio - 1 - logratio, weight, total)  # http://joschu.net/blog/kl-approx.html
-        clipfrac = masked_mean(((ratio - 1).abs() > args.clip_coef).float(), weight, total)
+        approx_kl = ((ratio - 1 - logratio) * weight).sum(-1)  # http://joschu.net/blog/kl-approx.html
+        clipfrac = (((ratio - 1).abs() > args.clip_coef) * weight).sum(-1)
     parts = {"policy_loss": policy_loss, "value_loss": value_loss / args.reward_scale**2, "entropy": entropy,
              "approx_kl": approx_kl, "clipfrac": clipfrac}
     return loss, {key: value.detach() for key, value in parts.items()}
@@ -1042,10 +1051,10 @@ def cut_samples(data, num_minibatches, generator):
     flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
     weight = flat["weight"].view(data["weight"].shape[1], -1)  # [L, samples]
     offset = torch.arange(len(weight), device=weight.device)[:, None] * weight.shape[1]
-    most = max(*Processes.most(int(weight.sum(1).max())), num_minibatches)
+    most = max(*Processes.most(int((weight > 0).sum(1).max())), num_minibatches)
     # a random order with the absent at the end: the longest list of samples is as far as one need go
     number = torch.rand(weight.shape, generator=generator, device=weight.device)
-    for rows in (number - weight).argsort(1)[:, :most].chunk(num_minibatches, 1):
+    for rows in (number - (weight > 0).float()).argsort(1)[:, :most].chunk(num_minibatches, 1):
         index = (rows + offset).flatten()
         yield {key: x.index_select(0, index).unflatten(0, rows.shape) for key, x in flat.items()}
 
@@ -1081,7 +1090,9 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
         advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
     seen = {key: data[key] for key in ("x", "told", "awake", "parted") if key in data}
     data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
-            "advantages": advantages, "weight": weight, "value_weight": counts.float(),
+            "advantages": standardise(advantages, weight),
+            "weight": share_out(weight, args.num_minibatches),
+            "value_weight": share_out(counts.float(), args.num_minibatches),
             "trace": torch.ones_like(advantages) if trace is None else trace}
     totals = []
     for _ in range(args.update_epochs):
@@ -1906,7 +1917,8 @@ def open_writer(folder, args, done=0, plots=()):
         layout = {}
         for pattern in plots:
             group, _, which = pattern.partition("/")
-            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+            title = " and ".join(re.findall(r"\w+", which)) or "all"
+            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
         if layout:
             writer.add_custom_scalars(layout)
     return writer
@@ -2128,13 +2140,21 @@ def summarise(returns, seats, names):
 
 
 def add_hparams(writer, args, tags):
-    """Sets the run's flags beside its last scalars of some tags, on TensorBoard's page that compares runs."""
+    """Sets the seed, and the flags that are not as by default, beside the run's last scalars of some tags, on
+    TensorBoard's page that compares runs."""
     from torch.utils.tensorboard.summary import hparams
 
+    changed = changed_flags(args) | {"seed": args.seed}
     flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
-             for name, value in vars(args).items() if name not in ("run_name", "runs_dir", "resume")}
+             for name, value in changed.items() if name != "runs_dir"}
     for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
         writer._get_file_writer().add_summary(summary)
+
+
+def changed_flags(args):
+    """The flags that are not as by default, but for those that name one run."""
+    return {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
+            if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
 
 
 def command(**flags):
@@ -2148,9 +2168,7 @@ def command(**flags):
 
 def print_next(args, **steps):
     """Tells what to try next, by name a line to paste."""
-    changed = {field.name: getattr(args, field.name) for field in dataclasses.fields(args)
-               if getattr(args, field.name) != field.default and field.name not in ("run_name", "resume")}
-    steps["try another seed"] = command(**changed | {"seed": args.seed + 1})
+    steps["try another seed"] = command(**changed_flags(args) | {"seed": args.seed + 1})
     steps["see all curves"] = f'tensorboard --logdir "{args.runs_dir}"'
     print("\nWhat next:")
     for what, line in steps.items():

@@ -110,6 +110,7 @@ class Processes:
 
     rank, size, store = 0, 1, None
     seconds = 0.0  # spent on telling one another, and on waiting for it
+    rooms = {}  # by network, where its gradients are put together
 
     @classmethod
     @contextlib.contextmanager
@@ -189,23 +190,24 @@ class Processes:
         return told.tolist()
 
     @classmethod
-    def mean(cls, *parts):
-        """Tensors, each the mean over all processes, in one message."""
+    def mean(cls, *parts, room=None):
+        """Tensors, each the mean over all processes, in one message (in `room`, if there is any)."""
         if cls.size == 1:
             return parts
-        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        flat = torch.cat([part.detach().float().flatten() for part in parts], out=room)
         cls.call(torch.distributed.all_reduce, flat)
-        means = (flat / cls.size).split([part.numel() for part in parts])
+        means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
-        gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        means = cls.mean(*figures, *gradients)
-        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
-            gradient.copy_(mean)
-        return means[:len(figures)]
+        learning = [part for part in network.parameters() if part.grad is not None]
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        means = cls.mean(*figures, *(part.grad for part in learning), room=room)
+        for part, mean in zip(learning, means[len(figures):]):
+            part.grad = mean
+        return [figure.clone() for figure in means[:len(figures)]]
 
 
 if __name__ == "__main__":
@@ -801,12 +803,6 @@ def gaussian_kl(mean, logvar, other_mean, other_logvar):
     return 0.5 * (distance - 1 + other_logvar - logvar).sum(-1)
 
 
-def masked_mean(x, weight, total=None):
-    """The mean of each row over its samples: [L, M] -> [L]. `total` is the mean number of
-    samples of the processes, if there are several: the mean of their answers is then that of all samples."""
-    return (x * weight).sum(-1) / (weight.sum(-1) if total is None else total).clamp(min=1e-8)
-
-
 def infer_goals(model, lesson):
     """What a model of others makes of stretches of play [P, T, B, ...].
 
@@ -819,35 +815,34 @@ def infer_goals(model, lesson):
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
-def others_loss(model, lesson, generator, all_of=lambda *totals: totals):
-    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being their sum.
+def others_loss(model, lesson, generator):
+    """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
+    minimised, each added up over the samples.
 
     The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
-    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action. Processes
-    that learn together tell the totals of masked_mean by `all_of`.
+    to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]
     first, mean, logvar, likely = infer_goals(model, lesson)
     weight, action = lesson["weight"].float().flatten(1), action.flatten(1)
     goal = draw_goals(mean, logvar, generator)
-    total, = all_of(weight.sum(-1))
-    losses = {"hypotheses_loss": -masked_mean(likely, weight, total)}
+    losses = {"hypotheses_loss": -(likely * weight).sum(-1)}
     if "goal_mean" in lesson:
         hindsight = lesson["goal_mean"].flatten(1, 2), lesson["goal_logvar"].flatten(1, 2)
         distance = gaussian_kl(*(part.detach() for part in hindsight), mean, logvar)
-        losses["inference_loss"] = masked_mean(distance, weight, total)
+        losses["inference_loss"] = (distance * weight).sum(-1)
         told = torch.rand(weight.shape, generator=generator, device=x.device) < HINDSIGHT
         goal = torch.where(told[..., None], draw_goals(*hindsight, generator), goal)
     log_probs = model.act(first + goal @ model.goal, model.views.mask(x.flatten(1, 2)))
     taken = log_probs.gather(-1, action[..., None])[..., 0]
-    losses["action_loss"] = -masked_mean(taken, weight, total)
+    losses["action_loss"] = -(taken * weight).sum(-1)
     losses["loss"] = (losses["hypotheses_loss"] + 2 * losses["action_loss"]
                       + INFERENCE_WEIGHT * losses.get("inference_loss", 0.0))
     return losses
 
 
 def goal_losses(args, run, lesson):
-    """All losses of a lesson: a dict of [P], "loss" being what is minimised.
+    """All losses of a lesson, added up over its samples: a dict of [P], "loss" being what is minimised.
 
     --loss says what shapes the goals: the model of others (moa), the decoder (recon), or both. The other one
     learns from the goals as they are (detached).
@@ -859,8 +854,8 @@ def goal_losses(args, run, lesson):
     shaping = (mean.detach(), logvar.detach()) if args.loss == "recon" else (mean, logvar)
     losses = others_loss(run.known, lesson | pick_goals(*shaping, lesson["goal_step"]), run.generator)
     distance = gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean))
-    losses["recon_loss"] = masked_mean(rebuild_loss(rebuilt, run.decoder.target(x)), weight)
-    losses["kl_loss"] = masked_mean(distance, weight)
+    losses["recon_loss"] = (rebuild_loss(rebuilt, run.decoder.target(x)) * weight).sum(-1)
+    losses["kl_loss"] = (distance * weight).sum(-1)
     losses["loss"] = losses["loss"] + losses["recon_loss"] + args.kl_weight * losses["kl_loss"]
     return losses
 
@@ -873,13 +868,12 @@ def rebuild_loss(rebuilt, target):
 def learn(args, run, samples, games):
     """One step of the optimiser, on the games of some players. -> the losses, means over their samples"""
     length, total = samples["length"][games], {}
-    samples_of_all, = Processes.mean(length.sum())
+    many, = Processes.mean(length.sum())
     run.optimizer.zero_grad()
     for part in length.argsort(stable=True).chunk(4):  # of like length, so that little must be filled up
         losses = goal_losses(args, run, make_lesson(args, run.known, samples, games[part]))
-        share = length[part].sum() / samples_of_all
-        (share * losses["loss"].sum()).backward()
-        total = {name: total.get(name, 0.0) + share * loss.detach()[0] for name, loss in losses.items()}
+        (losses["loss"].sum() / many).backward()
+        total = {name: total.get(name, 0.0) + loss.detach()[0] / many for name, loss in losses.items()}
     total = dict(zip(total, Processes.mean_gradients(run.networks, *total.values())))
     check_finite(total["loss"], "the loss")
     for network in run.networks:
@@ -1962,7 +1956,8 @@ def open_writer(folder, args, done=0, plots=()):
         layout = {}
         for pattern in plots:
             group, _, which = pattern.partition("/")
-            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+            title = " and ".join(re.findall(r"\w+", which)) or "all"
+            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
         if layout:
             writer.add_custom_scalars(layout)
     return writer

@@ -1690,7 +1690,8 @@ def open_writer(folder, args, done=0, plots=()):
         layout = {}
         for pattern in plots:
             group, _, which = pattern.partition("/")
-            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+            title = " and ".join(re.findall(r"\w+", which)) or "all"
+            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
         if layout:
             writer.add_custom_scalars(layout)
     return writer

@@ -95,6 +95,7 @@ class Processes:
 
     rank, size, store = 0, 1, None
     seconds = 0.0  # spent on telling one another, and on waiting for it
+    rooms = {}  # by network, where its gradients are put together
 
     @classmethod
     @contextlib.contextmanager
@@ -174,23 +175,24 @@ class Processes:
         return told.tolist()
 
     @classmethod
-    def mean(cls, *parts):
-        """Tensors, each the mean over all processes, in one message."""
+    def mean(cls, *parts, room=None):
+        """Tensors, each the mean over all processes, in one message (in `room`, if there is any)."""
         if cls.size == 1:
             return parts
-        flat = torch.cat([part.detach().float().flatten() for part in parts])
+        flat = torch.cat([part.detach().float().flatten() for part in parts], out=room)
         cls.call(torch.distributed.all_reduce, flat)
-        means = (flat / cls.size).split([part.numel() for part in parts])
+        means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
-        gradients = [part.grad for part in network.parameters() if part.grad is not None]
-        means = cls.mean(*figures, *gradients)
-        for gradient, mean in zip(gradients, means[len(figures):]) if cls.size > 1 else ():
-            gradient.copy_(mean)
-        return means[:len(figures)]
+        learning = [part for part in network.parameters() if part.grad is not None]
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        means = cls.mean(*figures, *(part.grad for part in learning), room=room)
+        for part, mean in zip(learning, means[len(figures):]):
+            part.grad = mean
+        return [figure.clone() for figure in means[:len(figures)]]
 
 
 if __name__ == "__main__":
@@ -1566,7 +1568,8 @@ def open_writer(folder, args, done=0, plots=()):
         layout = {}
         for pattern in plots:
             group, _, which = pattern.partition("/")
-            layout.setdefault(group, {})[which.strip(".*")] = ["Multiline", [pattern]]
+            title = " and ".join(re.findall(r"\w+", which)) or "all"
+            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
         if layout:
             writer.add_custom_scalars(layout)
     return writer

@@ -501,6 +501,11 @@ def test_searched_steps_teach_the_target_and_drawn_ones_by_their_advantage(tmp_p
     batch = {key: torch.cat([row(planned)[key], row(drawn)[key]], 1) for key in planned}
     many = row(planned)["actions"].shape[1]
     batch["advantages"], batch["returns"] = torch.randn(batch["logprobs"].shape), torch.zeros_like(batch["logprobs"])
+    ready = lambda function, name, *more: function(batch[name].float()[None], *more)[0]
+    batch["drawn"] = (batch["present"] & ~batch["searched"]).float()
+    batch["planned"] = (batch["present"] & batch["searched"]).float()
+    raw, batch["advantages"] = batch["advantages"], ready(script.standardise, "advantages", batch["drawn"][None])
+    batch["drawn"], batch["planned"] = ready(script.share_out, "drawn", 1), ready(script.share_out, "planned", 1)
     loss, _ = script.policy_loss(args, table.networks.policy, batch, 0.0)
     policy = table.networks.policy
     gradients = torch.autograd.grad(loss.sum(), list(policy.parameters()), allow_unused=True)
@@ -513,7 +518,7 @@ def test_searched_steps_teach_the_target_and_drawn_ones_by_their_advantage(tmp_p
         expected = expected - (batch["target"][learner] * log_probs[learner].clamp(min=-30)).sum(-1)[there].mean()
         there = batch["present"][learner].clone()
         there[:many] = False
-        advantage = batch["advantages"][learner][there]
+        advantage = raw[learner][there]
         advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-8)
         ratio = (log_probs[learner][there].gather(-1, batch["actions"][learner][there][:, None])[:, 0] - batch["logprobs"][learner][there]).exp()
         expected = expected - torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean()
@@ -647,7 +652,8 @@ def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     assert all(any(re.match(pattern, tag) for tag in tags["scalars"]) for pattern in script.PLOTS)
     assert {"custom_scalars__config__", "moa/recall_by_action/text_summary"} <= set(tags["tensors"])
     compared = HParamsPluginData.FromString(told["_hparams_/session_start_info"]).session_start_info.hparams
-    assert compared["beta"].number_value == args.beta and compared["players"].string_value == str(args.players)
+    assert compared["prosocial"].number_value and compared["seed"].number_value == args.seed
+    assert "beta" not in compared and "players" not in compared  # as by default
     metrics = HParamsPluginData.FromString(told["_hparams_/experiment"]).experiment.metric_infos
     assert {metric.name.tag for metric in metrics} == {"evaluation/searched", "evaluation/policy"} <= set(tags["scalars"])
 
@@ -680,7 +686,6 @@ def test_true_steps_are_all_that_are_played(tmp_path, monkeypatch):
                         lambda game, actions: played.append(game.num_envs) or advance(game, actions))
     args = flags(tmp_path, search_model="learned", eval_episodes=0, eval_policy_episodes=0)
     monkeypatch.setattr(script, "record_game", lambda *_: [script.draw_board(script.make_game(args, 1, 0), 0)] * 2)
-    monkeypatch.setattr(script, "model_exactness", lambda *_: torch.tensor(1.0))
     script.main(args)
     results = json.loads((tmp_path / "run" / "results.json").read_text(encoding="utf-8"))
     assert abs(sum(played) - results["true_steps"] - results["evaluation_steps"]) < 20  # mixed games end with a whole row of them

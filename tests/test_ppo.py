@@ -118,10 +118,12 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
     batch = {"actions": torch.randint(7, (3, 50), generator=generator), "logprobs": draw(3, 50) * 0.3 - 2,
              "advantages": draw(3, 50), "returns": draw(3, 50),
              "trace": torch.rand(3, 50, generator=generator), "weight": (draw(3, 50) > 0).float()}
-    batch["value_weight"] = batch["weight"]
+    given, advantages = batch, script.standardise(batch["advantages"][None], batch["weight"][None])[0]
+    weight = script.share_out(batch["weight"][None], 1)[0]
+    batch = {**given, "advantages": advantages, "weight": weight, "value_weight": weight}
     loss, _ = script.ppo_loss(log_probs, value, batch, args, 0.01)
     for learner in range(3):
-        slow = slow_ppo_loss(log_probs, value, batch, args, 0.01, learner)
+        slow = slow_ppo_loss(log_probs, value, given, args, 0.01, learner)
         assert loss[learner].item() == pytest.approx(slow, abs=1e-5)
     absent = batch["weight"] == 0
     changed = {key: torch.where(absent, x * 3, x) if x.is_floating_point() and
@@ -322,6 +324,7 @@ def test_gae_over_the_episodes_of_meetings_equals_a_plain_loop():
 
 def test_each_advantage_is_divided_by_what_was_expected(tmp_path, monkeypatch):
     given = []
+    monkeypatch.setattr(script, "standardise", lambda x, weight: x)
     monkeypatch.setattr(script, "ppo_loss", lambda log_probs, value, batch, *rest: given.append(batch) or (
         value.sum(1), {"policy_loss": value.sum(1).detach()}))
     for floor in (None, 0.5):

@@ -207,7 +207,7 @@ def test_models_side_by_side_are_models_alone(samples, args, run_of, monkeypatch
         alone.load_state_dict({name: part[member:member + 1] for name, part in together.state_dict().items()})
         mine = vae.others_loss(alone, lesson | {"memory": alone.start(20)}, run_of.generator)
         for name in losses:
-            torch.testing.assert_close(losses[name][member], mine[name][0], atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(losses[name][member], mine[name][0], atol=1e-2, rtol=1e-4)
     assert not torch.equal(together.goal[0], together.goal[1])
 
 
@@ -269,7 +269,8 @@ def test_a_minibatch_in_parts_is_a_minibatch(samples, args, run_of, monkeypatch)
     parts = vae.learn(args, run_of, samples, games)
     assert whole.keys() == parts.keys()
     for name in whole:
-        torch.testing.assert_close(whole[name][0], parts[name], atol=1e-4, rtol=1e-4)
+        mean = whole[name][0] / samples["length"][games].sum()
+        torch.testing.assert_close(mean, parts[name], atol=1e-4, rtol=1e-4)
 
 
 # --------------------------------------------------------------------------------------------------- scores

@@ -122,7 +122,7 @@ def test_the_benchmarks_name_each_run_once_and_those_needed_first():
             assert set(run.needs) <= set(names[:number])
 
 
-@pytest.mark.parametrize("benchmark", [ppo, ablations, adaptation, vae, world_model])
-def test_a_number_of_workers_that_cannot_be_is_refused(benchmark, capsys):
-    assert benchmark.main(benchmark.Args(workers=0)) == 2
+@pytest.mark.parametrize("program", [ppo, ablations, adaptation, vae, world_model])
+def test_a_number_of_workers_that_cannot_be_is_refused(program, capsys):
+    assert program.main(program.Args(workers=0)) == 2
     assert capsys.readouterr().err == "error: --workers 0 must lie between 1 and 256\n"
