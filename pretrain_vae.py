@@ -591,8 +591,8 @@ def end_epoch(run, folder, writer, evaluation, held_out, numbers):
         numbers["vae/exact_views"] = evaluation["exact_views"]
         for predictor, scores in evaluation["moa"].items():
             numbers |= {f"moa/{key}/{predictor}": scores[key] for key in ("top1", "top3", "cross_entropy")}
-        write_evaluation(folder, epoch, evaluation, held_out)
-        tqdm.write(epoch_lines(epoch, evaluation))
+        written = write_evaluation(folder, epoch, evaluation, held_out)
+        tqdm.write(f"{epoch_lines(epoch, evaluation)}\n      by action: {written}.csv, .npz")
     for part in ("train", "held_out"):
         numbers |= {f"losses/{name}/{part}": value for name, value in row.get(part, {}).items()}
     for key, value in numbers.items():
@@ -612,7 +612,7 @@ def report(args, run, folder, writer, evaluation, samples, held_out):
     write_pictures(folder, writer, results, evaluation, held_out)
     writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
-    print_results(args, results)
+    print_results(args, results, held_out["action"])
     print(f"\n{len(run.history)} epochs on {len(samples['x'])} samples in {run.seconds:.0f} s. "
           f"Everything is in {folder}")
 
@@ -1064,8 +1064,8 @@ def epoch_lines(epoch, evaluation):
     return "\n".join(lines)
 
 
-def print_results(args, results):
-    """The tables at the end of a run."""
+def print_results(args, results, action):
+    """The tables at the end of a run, on held-out games whose actions are `action`."""
     moa, goals, losses = results["moa"], results["goals"], results["losses"]
     keys = ("top1", "hit_rate", "top3", "cross_entropy", "cross_entropy_played")
     rows = [["", "top1", "hit rate", "top3", "cross-entropy", "on those played"]]
@@ -1075,6 +1075,10 @@ def print_results(args, results):
     for name, told in PREDICTORS.items():
         rows.append([told, *(f"{value:.3f}" for value in moa[name]["recall"].values())])
     print_table("recall: mean predicted probability of an action where it was taken", rows)
+    rows = [[name, count, *(f"{value:.3f}" for value in row)]
+            for name, count, *row in class_table(results["moa"], action)]
+    print_table("the likeliest action, goal inferred from the past, against the one played",
+                [["", *CLASS_SCORES], *rows])
     print(f"\nviews rebuilt: {results['exact_views']:.2%} without a fault, "
           f"recon {losses['recon']:.4f} nats, kl {losses['kl']:.2f} nats")
     if goals is not None:
@@ -1086,25 +1090,36 @@ def print_results(args, results):
               "it, and may be exceeded")
 
 
+CLASS_SCORES = ("count", "ratio", "precision", "recall", "f1")
+
+
+def class_table(moa, action):
+    """The likeliest action, foreseen from the past, against the actions played: for each action its name and
+    CLASS_SCORES."""
+    rows = []
+    for name, count in zip(ACTIONS, torch.bincount(action, minlength=NUM_ACTIONS).tolist()):
+        precision, recall = (moa["inferred"][f"{key}_of_likeliest"][name] for key in ("precision", "recall"))
+        f1 = 2 * precision * recall / max(precision + recall, 1e-12)
+        rows.append([name, count, count / len(action), precision, recall, f1])
+    return rows
+
+
 def write_evaluation(folder, epoch, evaluation, samples):
-    """moa_eval_epochN.csv and .npz: scores by action; the confusion matrix, probabilities and labels."""
+    """moa_eval_epochN.csv and .npz: scores by action; the confusion matrix, probabilities and labels. -> the
+    path, without what ends it"""
     moa, each, action = evaluation["moa"], evaluation["each"], samples["action"]
     known, history = true_probabilities(samples)
-    count = torch.bincount(action, minlength=NUM_ACTIONS).tolist()
     path = os.path.join(folder, f"moa_eval_epoch{epoch}")
     with io.StringIO(newline="") as file:
         writer = csv.writer(file)
-        writer.writerow(["action", "count", "ratio", "precision", "recall", "f1", "recall_by_probability",
+        writer.writerow(["action", *CLASS_SCORES, "recall_by_probability",
                          *(f"{part}_{key}" for part in ("history", "hindsight", "kind")
                            for key in ("recall", "recall_by_probability"))])
-        for number, name in enumerate(ACTIONS):
-            precision = moa["inferred"]["precision_of_likeliest"][name]
-            recall = moa["inferred"]["recall_of_likeliest"][name]
-            row = [count[number] / len(action), precision, recall,
-                   2 * precision * recall / max(precision + recall, 1e-12), moa["inferred"]["recall"][name]]
+        for number, (name, count, *row) in enumerate(class_table(moa, action)):
+            row += [moa["inferred"]["recall"][name]]
             row += [moa[part][key][name] for part in ("history", "hindsight", "kind")
                     for key in ("recall_of_likeliest", "recall")]
-            writer.writerow([number, count[number], *(f"{value:.6f}" for value in row)])
+            writer.writerow([number, count, *(f"{value:.6f}" for value in row)])
         write_file(path + ".csv", file.getvalue().encode())
     arrays = {"confusion_matrix": confusion_matrix(each["prob_inferred"], action),
               "labels": action.to(torch.uint8), "probabilities": each["prob_inferred"],
@@ -1113,6 +1128,7 @@ def write_evaluation(folder, epoch, evaluation, samples):
     file = io.BytesIO()
     np.savez(file, **{name: array.cpu().numpy() for name, array in arrays.items()})
     write_file(path + ".npz", file.getvalue())
+    return path
 
 
 def confusion_matrix(probs, action):
