@@ -68,14 +68,14 @@ class Args:
     """trained players of the table; none given: all"""
     boards: tuple[str, ...] = tuple(BOARDS)
     """boards of the table"""
-    seeds: tuple[int, ...] = (1, 2, 3)
-    """seeds of each training"""
+    seeds: tuple[int, ...] = ()
+    """seeds of each training; none given: 1 2 3, with --quick 1"""
     meetings: int = 100
     """meetings in each seat"""
     episodes: int = 50
     """episodes of a meeting"""
     quick: bool = False
-    """one seed, a quarter of the meetings, of 20 episodes each; only HOP+ (or --only), no trained co-players, no PPO
+    """a quarter of the meetings, of 20 episodes each; only HOP+ (or --only), no trained co-players, no PPO
     trained for each line-up; all in a folder of its own, which ends in -quick"""
     folder: str = os.path.join("runs", "benchmark-adaptation")
     """where the runs, the table and the pictures go"""
@@ -335,8 +335,9 @@ def draw(table, board, path):
 def main(args):
     if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS) or not check_workers(args.workers):
         return 2
+    args = dataclasses.replace(args, seeds=args.seeds or ((1,) if args.quick else (1, 2, 3)))
     if args.quick:
-        args = dataclasses.replace(args, seeds=args.seeds[:1], meetings=max(args.meetings // 4, 1), episodes=20,
+        args = dataclasses.replace(args, meetings=max(args.meetings // 4, 1), episodes=20,
                                    only=args.only or ("hop",), folder=f"{args.folder}-quick")
     os.makedirs(args.folder, exist_ok=True)
     code = work(args.folder, all_runs(args), args.workers, lambda: write_all(args))

@@ -115,7 +115,7 @@ def test_what_was_saved_is_resumed_and_what_was_not_is_made_anew(tmp_path):
 
 def test_the_benchmarks_name_each_run_once_and_those_needed_first():
     for benchmark in (ablations, adaptation, vae, world_model):
-        runs = benchmark.all_runs(benchmark.Args())
+        runs = benchmark.all_runs(benchmark.Args(seeds=(1, 2)))
         names = [run.name for run in runs]
         assert len(set(names)) == len(names)
         for number, run in enumerate(runs):
