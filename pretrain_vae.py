@@ -133,6 +133,8 @@ class Processes:
                 silence.enter_context(contextlib.redirect_stderr(nowhere))
             yield
             cls.most(0)
+            cls.store.set(f"ended {cls.rank}", "")  # who leaves early breaks the others' connections
+            cls.call(cls.store.wait, [f"ended {rank}" for rank in range(cls.size)])
         torch.distributed.destroy_process_group()
 
     @classmethod
