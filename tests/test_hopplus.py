@@ -601,7 +601,7 @@ def test_a_short_run_leaves_its_results(tmp_path, changes, monkeypatch):
     results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
     assert results["timesteps"] == 256 and (results["simulations"] > 0) == (args.search != "none")
     assert results["true_steps"] == results["warmup_steps"] + 256
-    assert results["warmup_steps"] == 8 * 144 + (500 if args.search_model == "learned" else 0)
+    assert results["warmup_steps"] == 8 * 72 + (500 if args.search_model == "learned" else 0)
     assert (results["imagined_steps"] > 0) == (args.imagined_per_real > 0)
     assert set(results["evaluation"]) == ({"policy"} if args.search == "none" else {"searched", "policy"})
     hops = [seat for seat, name in enumerate(args.players) if name == "hop"]  # one alone is modelled by nobody
