@@ -1865,6 +1865,9 @@ def run_script(args_class, main):
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         with Processes.together():
             done = main(read_flags(args_class))
+        if Processes.size > 1:  # at once, for threads of torch that still run may end a process badly
+            sys.stdout.flush()
+            os._exit(done or 0)
         sys.exit(done)
     except Refused as refusal:
         told, code = str(refusal), 2
