@@ -223,6 +223,8 @@ class Processes:
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        if cls.size == 1:
+            return figures
         learning = [part for part in network.parameters() if part.grad is not None]
         room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
@@ -1893,8 +1895,8 @@ def learn_others(args, others, replay, optimizer, generator):
         clip_gradients(others, MAX_GRAD_NORM)
         optimizer.step()
         totals.append({**losses, "samples": lesson["weight"].sum((1, 2)).float()})
-    sums = Processes.mean(*(torch.stack([total[key].detach() for total in totals]).sum(0) for key in totals[0]))
-    *sums, samples = sums
+    sums = (torch.stack([total[key].detach() for total in totals]).sum(0) for key in totals[0])
+    *sums, samples = Processes.mean(*sums)
     return {f"moa/{key}": part / samples.clamp(min=1) for key, part in zip(totals[0], sums)}
 
 
@@ -1928,18 +1930,17 @@ def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     return advantages, values[:-1] + trace * advantages
 
 
-def share_out(weight, parts):
-    """Weights [T, L, M] of samples, made such that they add up to 1 in each of so many equal parts of the
-    samples, in the mean of all processes: their sums are then means."""
-    total, = Processes.mean(weight.sum((0, 2), keepdim=True))
-    return weight * parts / total.clamp(min=1e-8)
+def share_out(samples):
+    """Weights [T, L, M] of samples: all of a learner's equal, adding up to 1 in the mean of all processes, so
+    that sums by these weights are means."""
+    total, = Processes.mean(samples.sum((0, 2), keepdim=True))
+    return samples / total.clamp(min=1e-8)
 
 
 def standardise(x, weight):
-    """x [T, L, M] less each learner's mean, divided by its spread, over the samples of all processes."""
-    share = share_out(weight, 1)
-    x = x - Processes.mean((x * share).sum((0, 2), keepdim=True))[0]
-    return x / (Processes.mean((x.square() * share).sum((0, 2), keepdim=True))[0].sqrt() + 1e-8)
+    """x [T, L, M] less each learner's mean, divided by its spread; the weights are those of `share_out`."""
+    mean, square = Processes.mean(*((part * weight).sum((0, 2), keepdim=True) for part in (x, x.square())))
+    return (x - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
 
 
 def learn_policy(args, policy, data, optimizer, ent_coef, generator):
@@ -1954,11 +1955,10 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
                                       args.gamma, GAE_LAMBDA)
     if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * REWARD_SCALE)
-    drawn = (data["present"] & ~data["searched"]).float()
-    planned = (data["present"] & data["searched"]).float()
+    drawn, planned = (share_out((data["present"] & which).float())
+                      for which in (~data["searched"], data["searched"]))
     steps = {**data, "returns": returns, "values": values, "advantages": standardise(advantages, drawn),
-             "drawn": share_out(drawn, args.num_minibatches),
-             "planned": share_out(planned, args.num_minibatches)}
+             "drawn": drawn * args.num_minibatches, "planned": planned * args.num_minibatches}
     flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in steps.items()}  # [L * M, ...]
     drawn, planned, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
                                           for key in ("drawn", "planned", "returns", "values"))

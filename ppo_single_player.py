@@ -200,6 +200,8 @@ class Processes:
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        if cls.size == 1:
+            return figures
         learning = [part for part in network.parameters() if part.grad is not None]
         room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
@@ -1000,18 +1002,17 @@ def variance(x, weight):
     return masked_mean((x - masked_mean(x, weight)[:, None]).square(), weight)
 
 
-def share_out(weight, parts):
-    """Weights [T, L, M] of samples, made such that they add up to 1 in each of so many equal parts of the
-    samples, in the mean of all processes: their sums are then means."""
-    total, = Processes.mean(weight.sum((0, 2), keepdim=True))
-    return weight * parts / total.clamp(min=1e-8)
+def share_out(samples):
+    """Weights [T, L, M] of samples: all of a learner's equal, adding up to 1 in the mean of all processes, so
+    that sums by these weights are means."""
+    total, = Processes.mean(samples.sum((0, 2), keepdim=True))
+    return samples / total.clamp(min=1e-8)
 
 
 def standardise(x, weight):
-    """x [T, L, M] less each learner's mean, divided by its spread, over the samples of all processes."""
-    share = share_out(weight, 1)
-    x = x - Processes.mean((x * share).sum((0, 2), keepdim=True))[0]
-    return x / (Processes.mean((x.square() * share).sum((0, 2), keepdim=True))[0].sqrt() + 1e-8)
+    """x [T, L, M] less each learner's mean, divided by its spread; the weights are those of `share_out`."""
+    mean, square = Processes.mean(*((part * weight).sum((0, 2), keepdim=True) for part in (x, x.square())))
+    return (x - mean) / ((square - mean.square()).clamp(min=0).sqrt() + 1e-8)
 
 
 def ppo_loss(log_probs, value, batch, args, ent_coef):
@@ -1082,7 +1083,7 @@ def answer(agent, batch):
 def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     """One PPO update of all learners on data [T, L, M]. -> the means of the losses over it, each [L]"""
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
-    memory, weight = data.get("memory"), data["present"].float()
+    memory, weight = data.get("memory"), share_out(data["present"].float())
     # learners that remember also value the time that they are away, for the meeting goes on
     counts = data["present"] if memory is None else torch.ones_like(data["present"])
     advantages, returns = compute_gae(rewards, data["values"], data["ends"], counts, args.gamma,
@@ -1093,8 +1094,8 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     seen = {key: data[key] for key in ("x", "told", "awake", "parted") if key in data}
     data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
             "advantages": standardise(advantages, weight),
-            "weight": share_out(weight, args.num_minibatches),
-            "value_weight": share_out(counts.float(), args.num_minibatches),
+            "weight": weight * args.num_minibatches,
+            "value_weight": share_out(counts.float()) * args.num_minibatches,
             "trace": torch.ones_like(advantages) if trace is None else trace}
     totals = []
     for _ in range(args.update_epochs):

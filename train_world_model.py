@@ -189,6 +189,8 @@ class Processes:
     @classmethod
     def mean_gradients(cls, network, *figures):
         """Puts the mean over all processes in the place of each gradient. -> the means of the figures"""
+        if cls.size == 1:
+            return figures
         learning = [part for part in network.parameters() if part.grad is not None]
         room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)

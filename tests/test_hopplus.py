@@ -504,8 +504,8 @@ def test_searched_steps_teach_the_target_and_drawn_ones_by_their_advantage(tmp_p
     ready = lambda function, name, *more: function(batch[name].float()[None], *more)[0]
     batch["drawn"] = (batch["present"] & ~batch["searched"]).float()
     batch["planned"] = (batch["present"] & batch["searched"]).float()
+    batch["drawn"], batch["planned"] = ready(script.share_out, "drawn"), ready(script.share_out, "planned")
     raw, batch["advantages"] = batch["advantages"], ready(script.standardise, "advantages", batch["drawn"][None])
-    batch["drawn"], batch["planned"] = ready(script.share_out, "drawn", 1), ready(script.share_out, "planned", 1)
     loss, _ = script.policy_loss(args, table.networks.policy, batch, 0.0)
     policy = table.networks.policy
     gradients = torch.autograd.grad(loss.sum(), list(policy.parameters()), allow_unused=True)

@@ -118,8 +118,8 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
     batch = {"actions": torch.randint(7, (3, 50), generator=generator), "logprobs": draw(3, 50) * 0.3 - 2,
              "advantages": draw(3, 50), "returns": draw(3, 50),
              "trace": torch.rand(3, 50, generator=generator), "weight": (draw(3, 50) > 0).float()}
-    given, advantages = batch, script.standardise(batch["advantages"][None], batch["weight"][None])[0]
-    weight = script.share_out(batch["weight"][None], 1)[0]
+    given, weight = batch, script.share_out(batch["weight"][None])[0]
+    advantages = script.standardise(batch["advantages"][None], weight[None])[0]
     batch = {**given, "advantages": advantages, "weight": weight, "value_weight": weight}
     loss, _ = script.ppo_loss(log_probs, value, batch, args, 0.01)
     for learner in range(3):

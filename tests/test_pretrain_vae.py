@@ -207,7 +207,7 @@ def test_models_side_by_side_are_models_alone(samples, args, run_of, monkeypatch
         alone.load_state_dict({name: part[member:member + 1] for name, part in together.state_dict().items()})
         mine = vae.others_loss(alone, lesson | {"memory": alone.start(20)}, run_of.generator)
         for name in losses:
-            torch.testing.assert_close(losses[name][member], mine[name][0], atol=1e-2, rtol=1e-4)
+            torch.testing.assert_close(losses[name][member], mine[name][0], atol=1e-3, rtol=1e-4)
     assert not torch.equal(together.goal[0], together.goal[1])
 
 

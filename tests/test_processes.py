@@ -164,8 +164,7 @@ def hop_case():
     shape = real["seen"].shape  # [P, T, B]
     lesson = {"x": real["x"].transpose(0, 1)[table.pairs], "action": real["actions"][table.pairs].long(),
               "seen": real["seen"], "weight": real["seen"], "memory": real["memory"],
-              "goal_mean": torch.randn(*shape, 16), "goal_logvar": torch.randn(*shape, 16),
-              "goal_known": (torch.arange(8) > 1).float()}
+              "goal_mean": torch.randn(*shape, 16), "goal_logvar": torch.randn(*shape, 16)}
     hop.draw_goals = lambda mean, logvar, generator: mean
     hop.HINDSIGHT = 1.0
 
