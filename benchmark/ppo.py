@@ -38,6 +38,8 @@ RUNS = {
     "among-mixes-4x4": MIXES + " --total-timesteps 6000000",
     "episodes-5000": SELF_PLAY + " --buffer episodes --buffer-size 5000",
     "episodes-20000": SELF_PLAY + " --buffer episodes --buffer-size 20000",
+    "seat-1-of-3-ns-episodes-5000": "--players ppo ns ns ns --buffer episodes --buffer-size 5000",
+    "seat-1-of-3-ns-episodes-20000": "--players ppo ns ns ns --buffer episodes --buffer-size 20000",
 }
 # What a trained player earns among others: (run, players with {} for the trained one, further flags).
 AMONG = {
