@@ -53,14 +53,14 @@ The file from top to bottom, in the order in which things happen:
     outputs       run folder, pictures, tables
 
 Where to change what: what the search tries next, `choose`; what is played, `Table.plan`; who imagined
-partners are, `Imagination.draw_types`, and how they move, `Imagination.think`; what a policy is told,
-`Table.told` (its width in `Networks`); what all see, `Views`; what the world model predicts, `WorldModel` and
-`WorldTables`.
+partners are, `Imagination.draw_types`, and how they move, `Imagination.think`; what a policy is told, `told`
+in `Networks`; what all see, `Views`; what the world model predicts, `WorldModel` and `WorldTables`.
 """
 
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import io
 import itertools
@@ -226,7 +226,8 @@ class Processes:
         if cls.size == 1:
             return figures
         learning = [part for part in network.parameters() if part.grad is not None]
-        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        # fresh memory is slow
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
         for part, mean in zip(learning, means[len(figures):]):
             part.grad = mean
@@ -623,8 +624,8 @@ class Run(Saved):
     """All that a run is made of: `saved` is in its checkpoints, so that it goes on as if never stopped."""
 
     saved = ("networks", "optimizer", "others_optimizer", "generator", "table", "replay", "imagination",
-             "returns", "thresholds", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations",
-             "imagined_steps", "best", "largest_fall", "curve", "fresh")
+             "returns", "timesteps", "seconds", "warmup_steps", "warmup_seconds", "simulations",
+             "imagined_steps", "curve", "fresh")
     own = ("generator", "table", "replay", "imagination", "returns")  # what each process has for itself
 
     def __init__(self, args, checkpoint=None):
@@ -632,8 +633,7 @@ class Run(Saved):
         self.timesteps = self.warmup_steps = 0  # real steps of self-play, and before it
         self.seconds = self.warmup_seconds = 0.0  # from the start of the script
         self.simulations = self.imagined_steps = 0
-        self.best = self.largest_fall = 0.0  # of the running mean of returns; the fall in the last quarter
-        self.curve, self.fresh = [], {}  # fresh: the last update's scores, on steps not yet learned from
+        self.curve, self.fresh = [], {}  # by update; the last one's scores, on steps not yet learned from
         self.table = Table(args, args.num_envs, Processes.seed(args.seed))
         self.networks, record, self.world = self.table.networks, None, None
         if checkpoint is None:
@@ -657,7 +657,6 @@ class Run(Saved):
         self.others_optimizer = adam(self.networks.others, args.moa_learning_rate)
         self.generator = seeded(Processes.seed(args.seed), "learning", args.device)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
-        self.thresholds = Thresholds((2.5, 2.7, 2.8, 2.85))
         names = self.table.names
         self.networks.policy.owners = [names[seat] for seat in self.table.hop_seats]
         self.networks.others.owners = [f"{names[reader]} for {names[other]}" for reader, other in
@@ -805,13 +804,9 @@ class Log:
     def update(self, real, dream, figures):
         """Takes in an update. Figures [L] are shown as their mean, those of moa/ [P] by kind of co-player."""
         args, run, table, last = self.args, self.run, self.run.table, self.run.returns.last
-        now = {"seconds": round(run.seconds, 2), "true_steps": run.true_steps}
-        run.thresholds.check(last, table.hop_seats, **now)
         mean = last[:, table.hop_seats].mean().item() if len(last) == 500 else None
-        run.curve.append({"timesteps": run.timesteps, **now, "return": mean})
-        run.best = max(run.best, mean or 0.0)
-        if run.timesteps > 0.75 * args.total_timesteps and mean is not None and run.best > 0:
-            run.largest_fall = max(run.largest_fall, 1 - mean / run.best)
+        run.curve.append({"timesteps": run.timesteps, "seconds": round(run.seconds, 2),
+                          "true_steps": run.true_steps, "return": mean})
         run.fresh = {tag: value.nanmean().item() for tag, value in figures.items()
                      if tag.endswith(("explained_variance", "belief_accuracy"))}
         if len(last):
@@ -857,9 +852,7 @@ def report(args, folder, run, log):
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
                "seconds": round(run.seconds, 2), "warmup_seconds": round(run.warmup_seconds, 2),
                "sps": round(speed), "fresh": run.fresh, "evaluation": {},
-               "thresholds": run.thresholds.reached, "simulations": run.simulations,
-               "imagined_steps": run.imagined_steps, "largest_fall_in_last_quarter": run.largest_fall,
-               "curve": run.curve}
+               "simulations": run.simulations, "imagined_steps": run.imagined_steps, "curve": run.curve}
     rows = [["evaluation", *table.names, "HOP+ mean", "episodes", "equals earn equally?"]]
     strengths = args.strengths or [1] * len(args.players)
     for mode, episodes, search in (("searched", args.eval_episodes, args.search),
@@ -873,15 +866,14 @@ def report(args, folder, run, log):
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
-    run.thresholds.print()
-    print(f"largest fall of that mean in the run's last quarter: {run.largest_fall:.1%}")
+    results |= tell_curve(run.curve, args.total_timesteps)
     results["moa"], results["moa_by_pair"], steps = report_models(args, table)
     lines = [["of", "", *ACTIONS], ["-"] * (len(ACTIONS) + 2)]
     lines += [[kind, key, *(f"{share:.3f}" for share in scores[key].values())]
               for kind, scores in results["moa"].items() for key in ("share", "recall", "recall_ceiling")]
     log.writer.add_text("moa/recall_by_action", "\n".join(f"|{'|'.join(line)}|" for line in lines))
     drawn = os.path.join(folder, "pictures", "models_of_others.png")
-    add_figure(log.writer, "models_of_others", draw_models(results["moa"]), run.timesteps, drawn)
+    add_image(log.writer, "models_of_others", draw_models(results["moa"]).savefig, run.timesteps, drawn)
     measured += steps
     if args.search_model == "learned":
         results["world_model"], steps = score_world(args, table.model)
@@ -903,6 +895,24 @@ def report(args, folder, run, log):
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
     print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
                meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
+
+
+def tell_curve(curve, total_timesteps):
+    """Prints when the mean return first reached some values, and how far it fell. -> for results.json"""
+    known = [point for point in curve if point["return"] is not None]
+    reached, rows, best, fall = {}, [["return", "after", ""]], 0.0, 0.0
+    for value in (2.5, 2.7, 2.8, 2.85):
+        at = next((point for point in known if point["return"] >= value), None)
+        rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
+                    else [value, "not reached", ""])
+        reached[f"{value:g}"] = at and {key: at[key] for key in ("seconds", "true_steps")}
+    for point in known:
+        best = max(best, point["return"])
+        if point["timesteps"] > 0.75 * total_timesteps and best > 0:
+            fall = max(fall, 1 - point["return"] / best)
+    print_table("mean return of the last 500 episodes first reached", rows)
+    print(f"largest fall of that mean in the run's last quarter: {fall:.1%}")
+    return {"thresholds": reached, "largest_fall_in_last_quarter": fall}
 
 
 # ===================================================================================== warm-up
@@ -1232,6 +1242,8 @@ class Table(Saved):
         self.game = make_game(args, num_envs, seed)
         names = [None if is_hop(name) or ".pt:" in name or name == "human" else name for name in args.players]
         self.lineup = Lineup(names, self.game, seed, episodes, episodes)
+        self.known = self.lineup.known.clone()  # [N] whose chances are known: all but those from files
+        self.known[self.hop_seats + self.trained_seats] = True
         self.views = Views(args.height, args.width, n, args.final_time, device)
         self.seats = torch.tensor(self.hop_seats, device=device)  # [L]
         self.order = (self.seats[:, None] + torch.arange(n, device=device)) % n  # [L, N], oneself first
@@ -1252,16 +1264,9 @@ class Table(Saved):
 
     @torch.no_grad()
     def look(self):
-        """What the HOP+ players make of what they see now: a dict of what is listed at its end."""
-        others, x = self.networks.others, self.views.look(self.game.state())
-        _, hidden, table = others.look(x[self.pairs])
-        mean, logvar = others.read(self.memory, hidden)
-        told = self.told(mean)
-        policy, value = self.networks.policy(x[self.seats], told)
-        return {"x": x,  # [N, B, K]
-                "mean": mean, "logvar": logvar,  # [P, B, G]
-                "table": table,  # [7, P, B, H]
-                "told": told, "policy": policy, "value": value}  # [L, B, ..]
+        """What the HOP+ players make of what they see now: all views x [N, B, K], and what Networks give."""
+        x = self.views.look(self.game.state())
+        return {"x": x, **self.networks(x[self.seats], x[self.pairs], self.memory)}
 
     @torch.no_grad()
     def act(self, search):
@@ -1280,24 +1285,10 @@ class Table(Saved):
                 "true_probs": true_probs,  # [N, B, 7], true of those that are `known`
                 "improved": improved, "search": found}  # [L, B, 7]; what the search found, if there was one
 
-    def known(self):
-        """Which players' action probabilities are known [N]: all but those from files."""
-        known = self.lineup.known.clone()
-        known[self.hop_seats + self.trained_seats] = True
-        return known
-
     def pairs_by_kind(self):
         """The numbers of the pairs [P] by what --players calls the one that is modelled."""
         kinds = [self.args.players[seat] for seat in self.pairs.tolist()]
         return {kind: [pair for pair, other in enumerate(kinds) if other == kind] for kind in kinds}
-
-    def told(self, mean):
-        """What the policies are told of the others' goals, the same for a whole search. (Its width is set in
-        Networks.)
-
-        [P, B, G] -> [L, B, (N-1) * G]
-        """
-        return mean.unflatten(0, (len(self.hop_seats), -1)).transpose(1, 2).flatten(2)
 
     def plan(self, seen, search_mode):
         """Searches the positions of those that are there. -> log of the improved policies, what was found"""
@@ -1648,38 +1639,30 @@ class Imagination(Saved):
         if self.state is None:
             self.state, self.types, self.memory = start(0), self.draw_types(), nobody
         for t in range(num_steps):
-            x, told, log_probs, value, moved, tables = self.think()
-            action = sample_actions(log_probs.exp(), self.generator)  # [L, games]
-            moves = sample_actions(moved, self.generator)  # [P, games]
+            seen = self.think()
+            action = sample_actions(seen["policy"].exp(), self.generator)  # [L, games]
+            moves = sample_actions(seen["moved"], self.generator)  # [P, games]
             in_seats = lambda part: part.unflatten(0, (self.shape[0], -1)).transpose(0, 1).flatten(1)
             there = (self.state["cell"][1:] < table.game.cells).unflatten(1, self.shape)  # [N-1, L, games]
             there = there.transpose(0, 1).flatten(0, 1)  # [P, games]
             joint = torch.cat([action.flatten()[None], in_seats(moves)])  # [N, L * games]
             self.state, reward, over = table.model.step(self.state, joint)
             over = over.view(self.shape)
-            self.memory = others.remember(self.memory, tables, moves, there)
-            steps.append({"x": x, "told": told, "actions": action, "values": value, "ended": over,
-                          "logprobs": log_probs.gather(-1, action[..., None])[..., 0],
+            self.memory = others.remember(self.memory, seen["table"], moves, there)
+            steps.append({"x": seen["x"], "told": seen["told"], "actions": action, "values": seen["value"],
+                          "ended": over, "logprobs": seen["policy"].gather(-1, action[..., None])[..., 0],
                           "rewards": reward.view(self.shape) * REWARD_SCALE})
             self.begin_again(over, start(t), nobody)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
-        out["values"] = torch.cat([out["values"], self.think()[3][None]])
+        out["values"] = torch.cat([out["values"], self.think()["value"][None]])
         return out | {"present": torch.ones_like(out["ended"])}
 
     def think(self):
-        """What is thought of the present states.
-
-        -> own views [L, games, K]; what the policies are told [L, games, (N-1) * G], their log-probabilities
-        [L, games, 7] and values [L, games]; the partners' probabilities [P, games, 7]; what each hypothesis
-        makes of their actions [7, P, games, H]
-        """
+        """What is thought of the present states: the own views x [L, games, K], what Networks give, and with
+        which probabilities the partners move, `moved` [P, games, 7]."""
         networks, views = self.table.networks, self.table.views
         x = views.look(self.state).unflatten(1, self.shape)  # [N, L, games, K]
         partners = x[1:].transpose(0, 1).flatten(0, 1)  # [P, games, K]
-        _, hidden, tables = networks.others.look(partners)
-        mean, _ = networks.others.read(self.memory, hidden)
-        told = self.table.told(mean)
-        log_probs, value = networks.policy(x[0], told)
         known, row = networks.known, lambda part: part.flatten(0, 1)[None]  # one network moves all partners
         first, hidden = known.see(row(partners))
         goal, _ = known.read(row(self.types), hidden)
@@ -1687,7 +1670,7 @@ class Imagination(Saved):
         moved = known.act(first + goal @ known.goal, row(mask)).view(mask.shape).exp()
         like_nobody = self.types.sum(-1, keepdim=True) == 0
         moved = torch.where(like_nobody, mask / mask.sum(-1, keepdim=True), moved)
-        return x[0], told, log_probs, value, moved, tables
+        return {"x": x[0], **networks(x[0], partners, self.memory), "moved": moved}
 
     def begin_again(self, over, state, nobody):
         """Other positions where a game is over [L, games], and other partners where a meeting is."""
@@ -1707,46 +1690,36 @@ class Replay(Saved):
     """Stretches of play of some steps each, from which the models of others learn: the last real ones, and
     beside them the record of the warm-up, which stays.
 
-    columns  dict of [.., T, stretch], the stretches of the record first: STATE and actions of all players;
-             of each pair [P, ..] seen, weight (whether it is learned from), and goal_step, the step whose
-             view holds the goal in hindsight; memory [P, H, stretch], as it was before the stretch
-    record   the whole games of the warm-up, dict of [.., T, B]
-    cast     what the warm-up's inference knew of each player at the end of each of them [N, B, H]
+    real      dict of [.., T, stretch], the newest last: STATE and actions of all players; of each pair
+              [P, ..] seen, weight (whether it is learned from), and goal_step, the step whose view holds the
+              goal in hindsight; memory [P, H, stretch], as it was before the stretch
+    recorded  the same of the record
+    record    the whole games of the warm-up, dict of [.., T, B]
+    cast      what the warm-up's inference knew of each player at the end of each of them [N, B, H]
     """
 
-    saved = ("columns", "record", "cast", "kept", "filled", "next")
+    saved = ("real", "record", "cast")
 
     def __init__(self, args, table, record):
-        self.args, self.table, self.record, self.columns, self.cast = args, table, record, None, None
-        self.kept = self.filled = self.next = 0  # stretches of the record; real ones; where the next one goes
-        self.capacity = args.buffer_size // args.num_steps
-        if record is not None:
-            self.cast = follow_record(table, record)
-            self.take_record()
+        self.args, self.table, self.record, self.real = args, table, record, {}
+        self.cast = None if record is None else follow_record(table, record)
 
-    def take_record(self):
-        """Cuts the record into stretches. It is what an onlooker saw, who has known nobody before."""
+    @functools.cached_property
+    def recorded(self):
+        """The record cut into stretches. It is what an onlooker saw, who has known nobody before."""
         record, steps, pairs = self.record, self.args.num_steps, self.table.pairs
         most = record["over"].shape[0] // steps * steps
         cut = lambda part: part[..., :most, :].unflatten(-2, (-1, steps)).transpose(-3, -2).flatten(-2)
         columns = {name: cut(record[name]) for name in STATE + ("actions",)}
         seen = cut(record["present"])[pairs]
         goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
-        self.kept = seen.shape[-1]
-        memory = self.table.networks.others.start(self.kept).detach().transpose(1, 2)
-        self.make_room(columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory})
-
-    def make_room(self, columns):
-        """Room for as many real stretches as may be held, after those of the record, which are `columns`."""
-        self.columns = {}
-        for name, part in columns.items():
-            dtype = torch.int16 if part.dtype == torch.int64 else part.dtype
-            self.columns[name] = part.new_zeros(*part.shape[:-1], self.kept + self.capacity, dtype=dtype)
-            self.columns[name][..., :self.kept] = part[..., :self.kept]
+        memory = self.table.networks.known.start(seen.shape[-1]).detach().expand(len(pairs), -1, -1)
+        memory = memory.transpose(1, 2)
+        return columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory}
 
     def add(self, real):
-        """Takes in the stretches that were just played [.., T, B], in place of the oldest, and tells `real`
-        their goal_step."""
+        """Takes in the stretches that were just played [.., T, B], drops the oldest that are too many, and
+        tells `real` their goal_step."""
         args, table, policy = self.args, self.table, real["policy"]
         # what acting in each view is worth [T, L, B], to the one who reads the goal from it [P, T, B]
         worth = policy["rewards"] + args.gamma * ~policy["ended"] * policy["values"][1:]
@@ -1758,28 +1731,24 @@ class Replay(Saved):
             weight = weight & later_catch(real["left"], real["ended"])[table.pairs]
         columns = {name: real[name] for name in STATE + ("actions", "seen", "goal_step")}
         columns |= {"weight": weight, "memory": real["memory"].transpose(1, 2)}
-        if self.columns is None:
-            self.make_room(columns)
-        many = weight.shape[-1]
-        where = self.kept + (self.next + torch.arange(many, device=weight.device)) % self.capacity
         for name, part in columns.items():
-            self.columns[name][..., where] = part.to(self.columns[name].dtype)
-        self.next, self.filled = (self.next + many) % self.capacity, min(self.filled + many, self.capacity)
+            held = torch.cat([self.real.get(name, part[..., :0]), part], -1)
+            self.real[name] = held[..., -(args.buffer_size // args.num_steps):]
 
     def draw(self, real, kept, generator):
         """A lesson [P, T, B, ..]: stretches drawn at random, `real` of real games and `kept` of the record,
         with their goals in hindsight."""
         pairs = self.table.pairs
-        number = lambda most, count: torch.randint(most, (count,), generator=generator, device=pairs.device)
         late = torch.rand(real, generator=generator, device=pairs.device).square()  # late ones more often
-        age = (late * self.filled).long() + 1
-        where = (self.next - age) % self.capacity + self.kept
-        if self.kept:
-            where = torch.cat([where, number(self.kept, kept)])
-        drawn = {name: part[..., where] for name, part in self.columns.items()}
-        drawn |= {name: drawn[name].long() for name in ("cell", "clock", "deadline", "goal_step", "actions")}
+        held = self.real["clock"].shape[-1]
+        drawn = {name: part[..., held - 1 - (late * held).long()] for name, part in self.real.items()}
+        if self.record is not None:
+            where = torch.randint(self.recorded["clock"].shape[-1], (kept,), generator=generator,
+                                  device=pairs.device)
+            drawn = {name: torch.cat([part, self.recorded[name][..., where]], -1)
+                     for name, part in drawn.items()}
         x = look_back(self.table.views, drawn)  # [N, T, B, K]
-        lesson = {"x": x[pairs], "action": drawn["actions"][pairs], "seen": drawn["seen"],
+        lesson = {"x": x[pairs], "action": drawn["actions"][pairs].long(), "seen": drawn["seen"],
                   "weight": drawn["weight"], "memory": drawn["memory"].transpose(1, 2)}
         if self.args.goals == "latent":
             lesson |= goals_in_hindsight(self.table, x, drawn["goal_step"])
@@ -1910,24 +1879,16 @@ def join(real, dream):
     return {key: torch.cat([real[key], (dream | targets)[key]], 2) for key in real}
 
 
-def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
+def compute_gae(rewards, values, ends, present, gamma, gae_lambda):
     """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
-    ends [T, ...] is true there, or says how much of what comes after is lost, from 0 to 1.
-    trace [T, ...], for actions drawn by an older policy: min(1, probability now / probability then). A later
-    advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
-    Retrace.
     """
-    trace = torch.ones_like(rewards) if trace is None else trace
-    goes_on = 1 - ends.to(rewards.dtype)
-    advantages = torch.zeros_like(rewards)
-    later = torch.zeros_like(rewards[0])
+    advantages, later = torch.zeros_like(rewards), 0.0
     for t in reversed(range(len(rewards))):
-        delta = rewards[t] + gamma * values[t + 1] * goes_on[t] - values[t]
-        advantages[t] = present[t] * (delta + gamma * gae_lambda * goes_on[t] * later)
-        later = trace[t] * advantages[t]
-    return advantages, values[:-1] + trace * advantages
+        delta = rewards[t] + gamma * values[t + 1] * ~ends[t] - values[t]
+        later = advantages[t] = present[t] * (delta + gamma * gae_lambda * ~ends[t] * later)
+    return advantages, values[:-1] + advantages
 
 
 def share_out(samples):
@@ -2078,7 +2039,7 @@ def score_models(table, real, draws=4):
     if "goal_step" in real and table.args.goals == "latent":
         goal = goals_in_hindsight(table, real["x"].transpose(0, 1), real["goal_step"])["goal_mean"]
         scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goal, weight)
-    known = table.known()[pairs]
+    known = table.known[pairs]
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
     recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
     where = (truth * weight[..., None]).mT @ predicted / taken[..., None].clamp(min=1e-9)
@@ -2112,7 +2073,7 @@ def report_models(args, table, decisions=2_000, searches=16):
         if args.search != "none":
             again = [fresh.plan(seen, args.search)[0].exp() for _ in range(searches - 1)]
             seen["true_probs"][fresh.seats] = (seen["improved"].exp() + sum(again)) / searches
-        out, unknown = fresh.play(seen), ~fresh.known()
+        out, unknown = fresh.play(seen), ~fresh.known
         seen["true_probs"][unknown] = F.one_hot(out["action"][unknown].long(), NUM_ACTIONS).float()
         played += 6 * args.num_envs
         steps.append({**seen, **out})
@@ -2304,9 +2265,6 @@ def load_players(args):
         if args.mode == "play":  # a human in the first seat that leaves a hop
             lines = [(*lines[0][:seat], "human", *lines[0][seat + 1:]) for seat in range(len(lines[0]))]
         args = dataclasses.replace(args, players=next(names for names in lines if "hop" in names))
-    given, trained = len(args.players), len(config["players"])
-    if given != trained:
-        raise Refused(f"--players names {given} players, {asked} was trained with {trained}")
     free = ("beta", "prize_floor", "num_simulations", "num_trees", "search")  # as trained, if not asked for
     taken = fixed + [name for name in free if getattr(args, name) == getattr(Args, name)]
     args = dataclasses.replace(args, **{name: config[name] for name in taken})
@@ -2314,17 +2272,10 @@ def load_players(args):
     return args, saved
 
 
-def seat_players(args, saved, num_envs, seed, episodes=1, learner=None):
-    """A table of trained players. One called hop has the networks of a learner of `saved`, by default the one
-    trained in its seat; players of other runs bring their own, and search with the same world model."""
-    table, weights = Table(args, num_envs, seed, episodes=episodes), []
-    trained = [seat for seat, name in enumerate(saved["config"]["players"]) if name == "hop"]
-    for seat in table.hop_seats:
-        if args.players[seat] == "hop":
-            own = trained.index(seat) if seat in trained else 0
-            weights.append(networks_of(saved, own if learner is None else learner))
-        else:
-            weights.append(load_guest(args, args.players[seat]))
+def seat_players(args, saved, num_envs, seed, episodes=1):
+    """A table of trained players; those of other runs bring their own networks, but not their world model."""
+    table = Table(args, num_envs, seed, episodes=episodes)
+    weights = [load_weights(args, saved, seat) for seat in table.hop_seats]
     try:
         for part in ("policy", "others"):
             network = getattr(table.networks, part)
@@ -2340,20 +2291,16 @@ def seat_players(args, saved, num_envs, seed, episodes=1, learner=None):
     return table
 
 
-def networks_of(saved, learner):
-    """The weights of one player's networks, of all that players.pt holds."""
-    count = saved["config"]["players"].count("hop")
-    return {name: {key: value.unflatten(0, (count, -1))[learner] for key, value in part.items()}
-            for name, part in saved["networks"].items()}
-
-
-def load_guest(args, name):
-    """The networks of a HOP+ player of another run, runs/y:player_2."""
+def load_weights(args, saved, seat):
+    """The networks of the HOP+ player of a seat: those that were trained in it, or others where none were; or
+    those of a player of another run, runs/y:player_2."""
+    name = args.players[seat]
     path, _, player = name.rpartition(":")
-    saved = load_checkpoint(os.path.join(path, "players.pt"), f"--players {name}", args.device)
+    if path:
+        saved = load_checkpoint(os.path.join(path, "players.pt"), f"--players {name}", args.device)
     config = saved["config"]
-    there = [f"player_{seat + 1}" for seat, name in enumerate(config["players"]) if name == "hop"]
-    if player not in there:
+    there = [f"player_{number}" for number, kind in enumerate(config["players"], 1) if kind == "hop"]
+    if path and player not in there:
         raise Refused(f"--players {name}: {path} holds {', '.join(there)}, not {player!r}")
     for field in ("height", "width", "final_time", "goals", "goal_dim", "hypotheses", "hidden_size"):
         if config[field] != getattr(args, field):
@@ -2362,14 +2309,17 @@ def load_guest(args, name):
     if len(config["players"]) != len(args.players):
         raise Refused(f"--players {name} was trained with {len(config['players'])} players, here are "
                       f"{len(args.players)}")
-    return networks_of(saved, there.index(player))
+    player = player if path else f"player_{seat + 1}"
+    learner = there.index(player) if player in there else seat % len(there)
+    return {part: {key: value.unflatten(0, (len(there), -1))[learner] for key, value in weights.items()}
+            for part, weights in saved["networks"].items()}
 
 
-def play_meetings(args, saved, seat, learner, seed):
+def play_meetings(args, saved, seat, seed):
     """--meetings of --meeting-episodes, the trained player in one seat. -> its returns [meeting, episode]"""
     strangers = [name for name in args.players if name != "hop"]
     args = dataclasses.replace(args, players=(*strangers[:seat], "hop", *strangers[seat:]))
-    table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes, learner)
+    table = seat_players(args, saved, args.meetings, seed, args.meeting_episodes)
     rows = torch.arange(args.meetings, device=args.device)
     episode = torch.zeros_like(rows)
     answer = torch.zeros(args.meetings, args.meeting_episodes, device=args.device)
@@ -2380,15 +2330,11 @@ def play_meetings(args, saved, seat, learner, seed):
     without_goals = dataclasses.replace(args, goals="zero", buffer_size=args.meetings * args.num_steps)
     replay = Replay(without_goals, table, None)
     while (episode < args.meeting_episodes).any():
+        real = play_steps(table, returns, args.num_steps, args.search)
         if args.adapt_moa:
-            real = play_steps(table, returns, args.num_steps, args.search)
             replay.add(real)
             learn_others(args, others, replay, optimizer, generator)
-            rewards, overs = real["reward"][:, seat], real["over"]
-        else:
-            out = table.play(table.act(args.search))
-            rewards, overs = out["reward"][None, seat], out["over"][None]
-        for reward, over in zip(rewards, overs):
+        for reward, over in zip(real["reward"][:, seat], real["over"]):
             counted = episode < args.meeting_episodes
             answer[rows, episode.clamp(max=args.meeting_episodes - 1)] += reward * counted
             episode = episode + over
@@ -2401,9 +2347,8 @@ def adapt(args):
     args, saved = load_players(args)
     seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
     run_folder(args)  # and whatever is wrong with its name
-    trained = saved["config"]["players"].count("hop")
     seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
-    answer = [play_meetings(args, saved, seat, seat % trained, args.seed + seat) for seat in seats]
+    answer = [play_meetings(args, saved, seat, args.seed + seat) for seat in seats]
     report_meetings(args, torch.stack(answer))
     return 0
 
@@ -2883,6 +2828,18 @@ class Networks(nn.Module):
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
         self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
 
+    def forward(self, own, others, memory):
+        """What players make of their own views [L, M, K], those of the others [P, M, K] and what they
+        remember of these [P, M, H]: a dict of what is listed at the end."""
+        _, hidden, table = self.others.look(others)
+        mean, logvar = self.others.read(memory, hidden)
+        told = mean.unflatten(0, (len(own), -1)).transpose(1, 2).flatten(2)
+        policy, value = self.policy(own, told)
+        return {"mean": mean, "logvar": logvar,  # the others' goals [P, M, G]
+                "table": table,  # [7, P, M, H]
+                "told": told,  # of these goals to the policies, the same for a whole search [L, M, (N-1) * G]
+                "policy": policy, "value": value}  # log-probabilities [L, M, 7], and [L, M]
+
 
 # ================================================================================= world model
 
@@ -3017,12 +2974,6 @@ class WorldModel(nn.Module):
             own = own + (gift * ((cell != cell[:, None]) & present)).sum(1)
         return own * present
 
-    def shares(self, pay):
-        """pay of `read` [K, 2] in the game's units: own earnings [K], settled, and gifts [K], none where they
-        are less than 2 % of the largest reward."""
-        own, gift = (pay * self.scale).T.contiguous()
-        return settle(own, self.rewards), torch.where(gift.abs() < 0.02 * self.scale, 0.0, gift)
-
     def loss(self, rows):
         """The losses of rows of `record_step`, to be added up: dict of planes [N+3], reward, end.
 
@@ -3087,9 +3038,8 @@ class WorldTables:
         self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
         stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
         self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.gives = bool(model.gives)
-        own, gift = (pay * model.scale).T.contiguous()
-        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
+        own, gift = (pay * model.scale).T
+        self.own, self.gift = absent(own, 0.0), absent(gift * model.gives, 0.0)
 
         self.times = CLOCK_LEVELS[-1] + 1
         number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left
@@ -3098,7 +3048,6 @@ class WorldTables:
         self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
         number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
         self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
-        self.hurries = bool((self.left != ONE_LESS).any())
 
     def tabulate_tokens(self, n, actions):
         """Tables that lead to the rows, and the token of each row: [rows]."""
@@ -3120,7 +3069,7 @@ class WorldTables:
     def step(self, state, actions):
         """A joint move [N, B], ego first. -> the next state (the keys of STATE, which a tree holds), the
         ego's reward [B], and where its own game or the episode is over [B]"""
-        cell, board, clock = state["cell"], state["board"], state["clock"]
+        cell, board, clock, deadline = (state[name] for name in ("cell", "board", "clock", "deadline"))
         legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
         power = look_up(self.power, actions.int())
         others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
@@ -3128,23 +3077,18 @@ class WorldTables:
         row = look_up(self.first, others.int()) + ground.int() * NUM_ACTIONS + actions.int()
         row = torch.where(small < self.cells, row, self.absent)
 
-        reward = look_up(self.own, row[0])
-        if self.gives:
-            given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
-            reward = settle(reward + given * (small[0] < self.cells), self.rewards)
+        given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0) * (small[0] < self.cells)
+        reward = settle(look_up(self.own, row[0]) + given, self.rewards)
         kept = legal & look_up(self.kept, row)
         board = board.scatter_reduce(0, cell, kept, "amin")
         cell = look_up(self.reach, look_up(self.place, row) + cell)
 
         own, left = what_is_left(cell, board)
         number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
-        for time in (clock, state["deadline"] - clock):
-            number = number * self.times + time.clamp(0, self.times - 1)
-        over, deadline = look_up(self.over, number), state["deadline"]
-        if self.hurries:
-            steps_left = (deadline - clock).clamp(0, self.times - 1)
-            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
-            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
+        time, steps_left = (part.clamp(0, self.times - 1) for part in (clock, deadline - clock))
+        over = look_up(self.over, (number * self.times + time) * self.times + steps_left)
+        left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
+        deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
         return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
                 "deadline": deadline}, reward, over
 
@@ -3889,28 +3833,6 @@ class Returns(Saved):
             bar.set_postfix_str(f"return {means}", refresh=False)
 
 
-class Thresholds(Saved):
-    """When the mean return of the last 500 episodes first reached each of some values."""
-
-    saved = ("reached",)
-
-    def __init__(self, values):
-        self.reached = {f"{value:g}": None for value in values}
-
-    def check(self, last, seats, **now):
-        """Looks at the mean of the last returns [<=500, N] of some seats; `now` is what to remember."""
-        mean = last[:, seats].mean().item() if len(last) == 500 else -math.inf
-        self.reached = {value: now if at is None and mean >= float(value) else at
-                        for value, at in self.reached.items()}
-
-    def print(self):
-        rows = [["return", "after", ""]]
-        for value, at in self.reached.items():
-            rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
-                        else [value, "not reached", ""])
-        print_table("mean return of the last 500 episodes first reached", rows)
-
-
 def equal_players_test(returns, names):
     """Do players of the same name earn equally? Paired tests over episodes, corrected for their number.
 
@@ -4050,26 +3972,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+    more = {"save_all": True, "append_images": frames[1:], "duration": 700, "loop": 0}
+    add_image(writer, tag, lambda file: frames[0].save(file, "GIF", **more), step, path)
 
 
-def add_figure(writer, tag, picture, step, path):
-    """Writes a figure of Matplotlib as a PNG into the run folder and TensorBoard."""
-    file = io.BytesIO()
-    picture.savefig(file, format="png")
-    size = (round(inches * picture.dpi) for inches in picture.get_size_inches())
-    add_image(writer, tag, file.getvalue(), size, step, path)
-
-
-def add_image(writer, tag, content, size, step, path):
-    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+def add_image(writer, tag, save, step, path):
+    """Writes the picture that `save` writes into a file into the run folder and TensorBoard."""
+    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    save(file := io.BytesIO())
+    content, (width, height) = file.getvalue(), Image.open(file).size
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_file(path, content)
-    width, height = size
     picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 

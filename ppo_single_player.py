@@ -203,7 +203,8 @@ class Processes:
         if cls.size == 1:
             return figures
         learning = [part for part in network.parameters() if part.grad is not None]
-        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        # fresh memory is slow
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
         for part, mean in zip(learning, means[len(figures):]):
             part.grad = mean
@@ -972,7 +973,7 @@ def bring_up_to_date(agent, data):
 # ==================================================================================== learning
 
 
-def compute_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
+def traced_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
@@ -1086,8 +1087,8 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     memory, weight = data.get("memory"), share_out(data["present"].float())
     # learners that remember also value the time that they are away, for the meeting goes on
     counts = data["present"] if memory is None else torch.ones_like(data["present"])
-    advantages, returns = compute_gae(rewards, data["values"], data["ends"], counts, args.gamma,
-                                      args.gae_lambda, trace)
+    advantages, returns = traced_gae(rewards, data["values"], data["ends"], counts, args.gamma,
+                                     args.gae_lambda, trace)
     values = data["values"][:-1]
     if args.prize_floor:  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * args.reward_scale)
@@ -2246,18 +2247,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+    more = {"save_all": True, "append_images": frames[1:], "duration": 700, "loop": 0}
+    add_image(writer, tag, lambda file: frames[0].save(file, "GIF", **more), step, path)
 
 
-def add_image(writer, tag, content, size, step, path):
-    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+def add_image(writer, tag, save, step, path):
+    """Writes the picture that `save` writes into a file into the run folder and TensorBoard."""
+    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    save(file := io.BytesIO())
+    content, (width, height) = file.getvalue(), Image.open(file).size
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_file(path, content)
-    width, height = size
     picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 

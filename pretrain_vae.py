@@ -207,7 +207,8 @@ class Processes:
         if cls.size == 1:
             return figures
         learning = [part for part in network.parameters() if part.grad is not None]
-        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        # fresh memory is slow
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
         for part, mean in zip(learning, means[len(figures):]):
             part.grad = mean
@@ -1235,24 +1236,18 @@ def write_pictures(folder, writer, results, evaluation, samples):
         pictures["losses"] = draw_losses(results["history"])
     for name, picture in pictures.items():
         path = os.path.join(folder, "pictures", f"{name}.png")
-        add_figure(writer, name, picture, results["epochs"], path)
+        add_image(writer, name, picture.savefig, results["epochs"], path)
 
 
-def add_figure(writer, tag, picture, step, path):
-    """Writes a figure of Matplotlib as a PNG into the run folder and TensorBoard."""
-    file = io.BytesIO()
-    picture.savefig(file, format="png")
-    size = (round(inches * picture.dpi) for inches in picture.get_size_inches())
-    add_image(writer, tag, file.getvalue(), size, step, path)
-
-
-def add_image(writer, tag, content, size, step, path):
-    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+def add_image(writer, tag, save, step, path):
+    """Writes the picture that `save` writes into a file into the run folder and TensorBoard."""
+    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    save(file := io.BytesIO())
+    content, (width, height) = file.getvalue(), Image.open(file).size
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_file(path, content)
-    width, height = size
     picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 

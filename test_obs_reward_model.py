@@ -1243,9 +1243,8 @@ class WorldTables:
         self.place = (absent(places.argmax(1), GONE) * (self.cells + 1)).int()  # where it begins in reach
         stays = (prey > 0) * torch.tensor([STAG_BIT, HARE_BIT], device=device)
         self.kept = absent(GEOGRAPHY_BITS + stays.sum(1), 127).to(torch.uint8)  # what stays legal on its cell
-        self.gives = bool(model.gives)
-        own, gift = (pay * model.scale).T.contiguous()
-        self.own, self.gift = absent(own if self.gives else settle(own, self.rewards), 0.0), absent(gift, 0.0)
+        own, gift = (pay * model.scale).T
+        self.own, self.gift = absent(own, 0.0), absent(gift * model.gives, 0.0)
 
         self.times = CLOCK_LEVELS[-1] + 1
         number = torch.arange(16 * self.times**2, device=device)  # what is left, clock, steps left
@@ -1254,7 +1253,6 @@ class WorldTables:
         self.over = (model.read_end(left[:1], left[1:], clock, steps_left)[0] > 0).any(1)
         number = torch.arange(2 * self.times, device=device)  # whether prey was caught, steps left
         self.left = model.read_left(number >= self.times, number % self.times).argmax(1)
-        self.hurries = bool((self.left != ONE_LESS).any())
 
     def tabulate_tokens(self, n, actions):
         """Tables that lead to the rows, and the token of each row: [rows]."""
@@ -1276,7 +1274,7 @@ class WorldTables:
     def step(self, state, actions):
         """A joint move [N, B], ego first. -> the next state (the keys of STATE, which a tree holds), the
         ego's reward [B], and where its own game or the episode is over [B]"""
-        cell, board, clock = state["cell"], state["board"], state["clock"]
+        cell, board, clock, deadline = (state[name] for name in ("cell", "board", "clock", "deadline"))
         legal, small = board.gather(0, cell), cell.to(torch.uint8 if self.cells < 256 else torch.int32)
         power = look_up(self.power, actions.int())
         others = ((small[:, None] == small) * power[:, None]).sum(0, dtype=power.dtype) - power
@@ -1284,23 +1282,18 @@ class WorldTables:
         row = look_up(self.first, others.int()) + ground.int() * NUM_ACTIONS + actions.int()
         row = torch.where(small < self.cells, row, self.absent)
 
-        reward = look_up(self.own, row[0])
-        if self.gives:
-            given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0)
-            reward = settle(reward + given * (small[0] < self.cells), self.rewards)
+        given = (look_up(self.gift, row[1:]) * (small[1:] != small[0])).sum(0) * (small[0] < self.cells)
+        reward = settle(look_up(self.own, row[0]) + given, self.rewards)
         kept = legal & look_up(self.kept, row)
         board = board.scatter_reduce(0, cell, kept, "amin")
         cell = look_up(self.reach, look_up(self.place, row) + cell)
 
         own, left = what_is_left(cell, board)
         number = own[0] + 2 * left[0] + 4 * left[1] + 8 * left[2]
-        for time in (clock, state["deadline"] - clock):
-            number = number * self.times + time.clamp(0, self.times - 1)
-        over, deadline = look_up(self.over, number), state["deadline"]
-        if self.hurries:
-            steps_left = (deadline - clock).clamp(0, self.times - 1)
-            left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
-            deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
+        time, steps_left = (part.clamp(0, self.times - 1) for part in (clock, deadline - clock))
+        over = look_up(self.over, (number * self.times + time) * self.times + steps_left)
+        left = look_up(self.left, (kept != legal).any(0) * self.times + steps_left)
+        deadline = torch.where(left == ONE_LESS, deadline, clock + 1 + left)
         return {"cell": cell, "board": board, "previous": actions.to(torch.uint8), "clock": clock + 1,
                 "deadline": deadline}, reward, over
 
@@ -1806,18 +1799,19 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
-    file = io.BytesIO()
-    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:], duration=700, loop=0)
-    add_image(writer, tag, file.getvalue(), frames[0].size, step, path)
+    more = {"save_all": True, "append_images": frames[1:], "duration": 700, "loop": 0}
+    add_image(writer, tag, lambda file: frames[0].save(file, "GIF", **more), step, path)
 
 
-def add_image(writer, tag, content, size, step, path):
-    """Writes the bytes of a picture as they are into the run folder and TensorBoard."""
+def add_image(writer, tag, save, step, path):
+    """Writes the picture that `save` writes into a file into the run folder and TensorBoard."""
+    from PIL import Image
     from tensorboard.compat.proto.summary_pb2 import Summary
 
+    save(file := io.BytesIO())
+    content, (width, height) = file.getvalue(), Image.open(file).size
     os.makedirs(os.path.dirname(path), exist_ok=True)
     write_file(path, content)
-    width, height = size
     picture = Summary.Image(encoded_image_string=content, width=width, height=height)
     writer._get_file_writer().add_summary(Summary(value=[Summary.Value(tag=tag, image=picture)]), step)
 

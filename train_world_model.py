@@ -192,7 +192,8 @@ class Processes:
         if cls.size == 1:
             return figures
         learning = [part for part in network.parameters() if part.grad is not None]
-        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))  # fresh memory is slow
+        # fresh memory is slow
+        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))
         means = cls.mean(*figures, *(part.grad for part in learning), room=room)
         for part, mean in zip(learning, means[len(figures):]):
             part.grad = mean

@@ -42,7 +42,7 @@ def seat(args, others, num_envs, seed=5):
     """A table with the run's first player in seat 1 and three others."""
     flags = script.Args(mode="adapt", checkpoint=args.run, players=("hop", *others), meeting_episodes=args.episodes)
     flags, saved = script.load_players(flags)
-    return script.seat_players(flags, saved, num_envs, seed, args.episodes, learner=0)
+    return script.seat_players(flags, saved, num_envs, seed, args.episodes)
 
 
 def play(table, episodes):

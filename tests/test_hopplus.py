@@ -360,7 +360,7 @@ def test_what_is_unseen_teaches_nothing(tmp_path):
         assert away.any() and not real["seen"].all()
         replay.add(real)
         if other:  # what is recorded of those that have left is changed
-            replay.columns["actions"][:, :, :4][away] = 2
+            replay.real["actions"][away] = 2
         lesson = replay.draw(6, 0, torch.Generator().manual_seed(3))
         losses.append(script.others_loss(table.networks.others, lesson, torch.Generator().manual_seed(4)))
     for key in losses[0]:
@@ -373,7 +373,7 @@ def test_only_those_that_catch_teach_with_moa_samples_rewarded(tmp_path):
     replay = script.Replay(args, table, None)
     real = script.play_steps(table, returns(args), 16, "none")
     replay.add(real)
-    weight = replay.columns["weight"][..., :4]
+    weight = replay.real["weight"]
     for pair, seat in enumerate(table.pairs.tolist()):
         for env in range(4):
             for t in range(16):
@@ -383,7 +383,7 @@ def test_only_those_that_catch_teach_with_moa_samples_rewarded(tmp_path):
                     if real["ended"][seat, later, env]:
                         break
                 assert weight[pair, t, env] == (catches and bool(real["seen"][pair, t, env]))
-    assert weight.any() and torch.equal(replay.columns["seen"][..., :4], real["seen"])
+    assert weight.any() and torch.equal(replay.real["seen"], real["seen"])
 
 
 def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
@@ -391,17 +391,14 @@ def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
     table = table_of(args, 4, 1)
     record = script.record_meetings(args)
     replay = script.Replay(args, table, record)
-    kept, played = replay.kept, []
-    assert kept == 8 * (record["over"].shape[0] // 16)
-    before = {name: part[..., :kept].clone() for name, part in replay.columns.items()}
+    played, before = [], {name: part.clone() for name, part in replay.recorded.items()}
+    assert before["clock"].shape == (16, 8 * (record["over"].shape[0] // 16))
     for _ in range(5):
         played.append(script.play_steps(table, returns(args), 16, "none"))
         replay.add(played[-1])
-    assert replay.filled == 12
-    for name, part in before.items():
-        assert torch.equal(replay.columns[name][..., :kept], part), name
+    assert replay.real["clock"].shape == (16, 12)
     held = {tuple(clock.tolist()) + tuple(cells.flatten().tolist()) for clock, cells in zip(
-        replay.columns["clock"][:, kept:].T, replay.columns["cell"][..., kept:].permute(2, 0, 1))}
+        replay.real["clock"].T, replay.real["cell"].permute(2, 0, 1))}
     for number, real in enumerate(played):
         last = {tuple(real["clock"][:, env].tolist()) + tuple(real["cell"][..., env].flatten().tolist()) for env in range(4)}
         assert last <= held if number >= 2 else not last & held
@@ -409,6 +406,7 @@ def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
     assert lesson["x"].shape[:3] == (12, 16, 8) and lesson["memory"].shape == (12, 8, args.hypotheses)
     again = script.Replay(args, table, None)
     again.load_state_dict(replay.state_dict())
+    assert same(again.recorded, before) and same(replay.recorded, before)
     assert same(again.draw(5, 3, torch.Generator().manual_seed(0)), lesson)
 
 
@@ -448,8 +446,9 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
         steps = imagination.play(12)
         monkeypatch.setattr(networks.others, "remember", remember)
         for t in range(12):
-            memory, types, x, (own, told, _, _, chances, _) = seen[t]
-            assert torch.equal(own, x[0])
+            memory, types, x, thought = seen[t]
+            told, chances = thought["told"], thought["moved"]
+            assert torch.equal(thought["x"], x[0])
             for hop in range(hops):
                 for game in range(num):
                     for other in range(others):
@@ -565,7 +564,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
     trained, lazy = f"{tmp_path / 'ppo' / 'checkpoint.pt'}:player_1", f"{tmp_path / 'lazy.py'}:Lazy"
     args = flags(tmp_path, players=("hop", "ns", trained, lazy))
     table = table_of(args, 6, 1)
-    assert table.known().tolist() == [True, True, True, False]
+    assert table.known.tolist() == [True, True, True, False]
     real = script.play_steps(table, script.Returns(6, 4, "cpu"), 16, "none")
     script.Replay(args, table, None).add(real)
     scores = script.score_models(table, real)
@@ -727,15 +726,15 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
         assert len(results["episodes"]) == 3 and len(results["second_half"]["seats"]) == 4
     guests = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", f"{trained}:player_3", f"{trained}:player_2"))
     guests, saved = script.load_players(guests)
-    table = script.seat_players(guests, saved, 2, 5, learner=3)
+    table = script.seat_players(guests, saved, 2, 5)
     assert table.hop_seats == [0, 2, 3] and not table.trained_seats
     for part, per in (("policy", 1), ("others", 3)):
         for name, value in getattr(table.networks, part).state_dict().items():
             whole = saved["networks"][part][name].unflatten(0, (4, per))
-            assert torch.equal(value, whole[[3, 2, 1]].flatten(0, 1)), name
+            assert torch.equal(value, whole[[0, 2, 1]].flatten(0, 1)), name
     table.play(table.act("mcts"))
     for players, words in ((("hop", "nh", "nh", f"{trained}:player_7"), "holds player_1, player_2, player_3, player_4, not 'player_7'"),
-                           (("hop", "nh", f"{trained}:player_1"), "--players names 3 players")):
+                           (("hop", "nh", f"{trained}:player_1"), "--players hop was trained with 4 players, here are 3")):
         with pytest.raises(script.Refused, match=words):
             script.main(script.Args(mode="adapt", checkpoint=str(trained), players=players, runs_dir=str(tmp_path)))
     with pytest.raises(script.Refused, match="beside trained ones"):
@@ -974,7 +973,6 @@ def test_the_learned_model_foresees_a_deadline_that_moves(monkeypatch):
     args = script.Args(dynamic_final_time=True)
     model, _ = script.warm_up_world(args)
     tables = script.WorldTables(model, args.height, args.width, len(args.players))
-    assert tables.hurries
     data = script.collect(script.board_of(args), 5_000, 77)
     after, _, _ = tables.step(data, data["actions"])
     right = after["deadline"] - after["clock"] == data["next_left"]

@@ -10,6 +10,7 @@ import sys
 import pytest
 import torch
 
+import hopplus_selfplay
 import ppo_single_player as script
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -72,12 +73,14 @@ def test_gae_equals_the_slow_sum(stale):
     rewards, values, ends, present = random_games(generator, 40, 30)
     trace = torch.rand(40, 30, generator=generator) if stale else torch.ones(40, 30)
     data = rewards, values, ends, present
-    advantages, returns = script.compute_gae(*data, 0.97, 0.9, trace if stale else None)
+    advantages, returns = script.traced_gae(*data, 0.97, 0.9, trace if stale else None)
     for row in range(30):
         slow = slow_gae(*(x[:, row].tolist() for x in data), 0.97, 0.9, trace[:, row].tolist())
         assert advantages[:, row].tolist() == pytest.approx(slow, abs=1e-5)
     assert torch.allclose(returns, values[:-1] + trace * advantages)
     assert not advantages[~present].any() and (~present).any()
+    if not stale:  # HOP+ has no others
+        assert all(map(torch.allclose, hopplus_selfplay.compute_gae(*data, 0.97, 0.9), (advantages, returns)))
 
 
 def test_what_happens_while_absent_changes_no_advantage():
@@ -86,8 +89,8 @@ def test_what_happens_while_absent_changes_no_advantage():
     changed_rewards = torch.where(present, rewards, 7.0)
     changed_values = values.clone()
     changed_values[:-1] = torch.where(present, values[:-1], -9.0)
-    one, _ = script.compute_gae(rewards, values, ends, present, 0.97, 0.9)
-    two, _ = script.compute_gae(changed_rewards, changed_values, ends, present, 0.97, 0.9)
+    one, _ = script.traced_gae(rewards, values, ends, present, 0.97, 0.9)
+    two, _ = script.traced_gae(changed_rewards, changed_values, ends, present, 0.97, 0.9)
     assert torch.equal(one, two)
 
 
@@ -310,7 +313,7 @@ def test_gae_over_the_episodes_of_meetings_equals_a_plain_loop():
                 over[t, row], parted[t, row] = True, episode % 3 == 2
                 clock, episode = 0, episode + 1
     ends = script.meeting_ends(over, parted, left, gamma)
-    answer, _ = script.compute_gae(rewards, values, ends, torch.ones_like(over), gamma, lam)
+    answer, _ = script.traced_gae(rewards, values, ends, torch.ones_like(over), gamma, lam)
     for row in range(rows):
         for begin in range(steps):
             expected, factor = 0.0, 1.0
