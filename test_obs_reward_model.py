@@ -68,7 +68,7 @@ class Interrupt:
     @classmethod
     def leave(cls, number, _=None):
         for each in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(each, signal.SIG_IGN)  # a second one has no more to tell
+            signal.signal(each, lambda *_: None)  # a second one has no more to tell
         if not Processes.rank:
             os.write(2, f"\nstopped; {cls.advice}\n".encode())
         os._exit(128 + number)
