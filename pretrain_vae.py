@@ -2157,10 +2157,9 @@ def run_script(args_class, main):
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         with Processes.together():
             done = main(read_flags(args_class))
-        if Processes.size > 1:  # at once, for threads of torch that still run may end a process badly
-            sys.stdout.flush()
-            os._exit(done or 0)
-        sys.exit(done)
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
+        os._exit(done or 0)  # at once: Python's own end hears no signal, and threads of torch's may spoil it
     except Refused as refusal:
         told, code = str(refusal), 2
     except Failed as failure:
