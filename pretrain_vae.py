@@ -918,7 +918,7 @@ def load_goals(path, asked, args, prior, known):
 
 # ====================================================================================== scores
 
-LOSSES = ("moa", "moa_inferred", "hypotheses", "recon", "kl", "inference")  # that `predict_lesson` tells
+LOSSES = ("moa", "moa_inferred", "hypotheses", "recon", "recon_mse", "kl", "inference")  # of `predict_lesson`
 DRAWS = 4  # of the inferred goal, over which predictions are averaged
 
 
@@ -930,6 +930,7 @@ def predict_lesson(run, lesson, generator):
     moa_inferred    the same with draws of the goal inferred from the past
     hypotheses      the same by the inference's own weighted hypotheses
     recon, kl       of the view's own goal: -log-likelihood of the view; KL from the standard normal
+    recon_mse       beside recon, the mean squared error of the view's facts
     inference       KL of the inferred goal from the one in hindsight
     """
     x, action = lesson["x"].flatten(1, 2), lesson["action"].flatten(1)[..., None]
@@ -944,8 +945,9 @@ def predict_lesson(run, lesson, generator):
     by_inference = sum(act(draw_goals(inferred, inferred_logvar, generator)) for _ in range(DRAWS)) / DRAWS
     moa, moa_inferred = (-probs.take_along_dim(action, -1)[..., 0].clamp(min=1e-12).log()
                          for probs in (by_hindsight, by_inference))
+    rebuilt = run.decoder(draw_goals(mean, logvar, generator))
     return {"moa": moa, "moa_inferred": moa_inferred, "hypotheses": -likely,
-            "recon": rebuild_loss(run.decoder(draw_goals(mean, logvar, generator)), view),
+            "recon": rebuild_loss(rebuilt, view), "recon_mse": (rebuilt.sigmoid() - view).square().mean(-1),
             "kl": gaussian_kl(mean, logvar, torch.zeros_like(mean), torch.zeros_like(mean)),
             "inference": gaussian_kl(hindsight, hindsight_logvar, inferred, inferred_logvar),
             "prob_hindsight": by_hindsight, "prob_inferred": by_inference, "goal_hindsight": hindsight,
@@ -1085,7 +1087,8 @@ def print_results(args, results, action):
     print_table("the likeliest action, goal inferred from the past, against the one played",
                 [["", *CLASS_SCORES], *rows])
     print(f"\nviews rebuilt: {results['exact_views']:.2%} without a fault, "
-          f"recon {losses['recon']:.4f} nats, kl {losses['kl']:.2f} nats")
+          f"recon {losses['recon']:.4f} nats (mean squared error of a fact {losses['recon_mse']:.1e}), "
+          f"kl {losses['kl']:.2f} nats")
     if goals is not None:
         print(f"kinds told by a linear read-out: {goals['hindsight']:.2%} from the goal in hindsight (best "
               f"rule on the catch: {goals['caught_rule']:.2%}),\n  {goals['inferred']:.2%} from the inferred "
