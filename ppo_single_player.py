@@ -173,11 +173,11 @@ class Processes:
 
     @classmethod
     def gather(cls, state):
-        """The states of all but process 0, for process 0."""
+        """The states of all but process 0, for process 0; for the others nothing."""
         states = [None] * cls.size
         if cls.size > 1:
             cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
-        return states[1:]
+        return [] if cls.rank else states[1:]
 
     @classmethod
     def most(cls, *numbers):
@@ -593,6 +593,7 @@ def train(args, run, folder, writer):
 
             run.true_steps += round(Processes.mean(played.sum())[0].item() * Processes.size)
             run.seconds = seconds_before + time.perf_counter() - START
+            run.returns.take()
             run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
                                  true_steps=run.true_steps)
             run.returns.show(bar)
@@ -2065,19 +2066,25 @@ def check_weights(weights, asked):
 
 
 class Returns(Saved):
-    """Sums up the episodes' returns as they are played, and keeps the last 500."""
+    """Sums up the episodes' returns as they are played, and keeps the last 500 of all processes."""
 
     saved = ("running", "last")
 
     def __init__(self, num_envs, num_players, device):
         self.running = torch.zeros(num_envs, num_players, device=device)
-        self.last = torch.zeros(0, num_players, device=device)
+        self.new = self.last = torch.zeros(0, num_players, device=device)
 
     def add(self, reward, over):
         """Takes in the rewards [B, N] of a step, and where an episode is over [B]."""
         total = self.running + reward
-        self.last = torch.cat([self.last, total[over]])[-500:]
+        self.new = torch.cat([self.new, total[over]])
         self.running = total * ~over[:, None]
+
+    def take(self):
+        """Moves the episodes that have ended in any process since this was last called to the last ones."""
+        others = [part.to(self.new.device) for part in Processes.gather(self.new)]
+        self.last = torch.cat([self.last, self.new, *others])[-500:]
+        self.new = self.new[:0]
 
     def show(self, bar):
         """Shows each player's mean return on the one moving line."""

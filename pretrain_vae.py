@@ -177,11 +177,11 @@ class Processes:
 
     @classmethod
     def gather(cls, state):
-        """The states of all but process 0, for process 0."""
+        """The states of all but process 0, for process 0; for the others nothing."""
         states = [None] * cls.size
         if cls.size > 1:
             cls.call(torch.distributed.gather_object, state, None if cls.rank else states)
-        return states[1:]
+        return [] if cls.rank else states[1:]
 
     @classmethod
     def most(cls, *numbers):

@@ -597,6 +597,8 @@ def test_returns_are_summed_up_to_the_end_of_each_episode():
     returns = script.Returns(2, 1, "cpu")
     for step in range(700):
         returns.add(torch.tensor([[1.0], [0.5]]), torch.tensor([step % 3 == 2, False]))
+        if step % 100 == 99:
+            returns.take()
     assert len(returns.last) == 233 and (returns.last == 3).all()
     assert returns.running.tolist() == [[1.0], [350.0]]
 

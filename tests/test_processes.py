@@ -265,6 +265,19 @@ def finished(tmp_path_factory):
     return str(folder / "x")
 
 
+def test_returns_are_those_of_all_processes(tmp_path):
+    def work(rank):
+        with ppo.Processes.together():
+            returns = ppo.Returns(2, 1, "cpu")
+            for reward in (1.0, 2.0):
+                returns.add(torch.tensor([[reward + 10 * rank], [0.0]]), torch.tensor([True, False]))
+                returns.take()
+            return returns.last.flatten().tolist()
+
+    codes, words, results = together(tmp_path, work)
+    assert codes == [0, 0] and results[0] == [1, 11, 2, 12], words
+
+
 def test_another_number_of_processes_is_refused(tmp_path, finished):
     os.remove(os.path.join(finished, "results.json"))
     for size, are in ((1, 1), (3, 3)):
