@@ -2160,7 +2160,7 @@ def run_script(args_class, main):
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         with Processes.together():
             done = main(read_flags(args_class))
-        for stream in (sys.stdout, sys.stderr):
+        for stream in filter(None, (sys.stdout, sys.stderr)):  # either may be closed
             stream.flush()
         os._exit(done or 0)  # at once: Python's own end hears no signal, and threads of torch's may spoil it
     except Refused as refusal:

@@ -86,6 +86,18 @@ def test_a_flag_typed_at_its_default_counts_when_a_run_is_resumed(monkeypatch, t
     assert script.resolve_flags(args).threads == 1 and script.resolve_flags(args).gamma == 0.9
 
 
+def test_a_script_ends_well_where_nobody_listens(monkeypatch):
+    """With a closed output there is no stream to be flushed."""
+    script = importlib.import_module("ppo_single_player")
+    monkeypatch.setattr(sys, "argv", ["ppo_single_player.py"])
+    monkeypatch.setattr(sys, "stdout", None)
+    monkeypatch.setattr(script.Interrupt, "watch", lambda: None)
+    monkeypatch.setattr(script.os, "_exit", sys.exit)
+    with pytest.raises(SystemExit) as end:
+        script.run_script(script.Args, lambda args: 0)
+    assert end.value.code == 0
+
+
 def test_flags_keep_flat_names(monkeypatch):
     script = importlib.import_module("hopplus_selfplay")
     typed = ["--beta", "2", "--players", "hop", "ns", "--height", "5", "--prosocial", "--vae-checkpoint", "runs/x"]
