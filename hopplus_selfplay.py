@@ -128,7 +128,7 @@ class Processes:
     torchrun there is one, and nothing here does anything."""
 
     rank, size, store = 0, 1, None
-    seconds = 0.0  # spent on telling one another, and on waiting for it
+    spent = []  # seconds of each message, and of the wait for whoever came last to it
     rooms = {}  # by network, where its gradients are put together
 
     @classmethod
@@ -158,20 +158,25 @@ class Processes:
 
     @classmethod
     def call(cls, what, *args, **named):
-        """Does what all do together, and notes the time that it takes."""
+        """Does what all do together, and notes the seconds."""
         begun = time.perf_counter()
         try:
             return what(*args, **named)
         except (RuntimeError, ValueError) as error:
             raise Failed("another process has ended, or cannot be reached") from error
         finally:
-            cls.seconds += time.perf_counter() - begun
+            cls.spent.append(time.perf_counter() - begun)
 
     @classmethod
     def times(cls):
-        """The seconds since this was last asked, to be logged."""
-        seconds, cls.seconds = cls.seconds, 0.0
-        return {"time/communication": seconds} if cls.size > 1 else {}
+        """The seconds of the messages since this was last asked, to be logged. Who comes last to a message
+        waits for nobody: what that one needs is communication, what others need beyond it is waiting."""
+        if cls.size == 1:
+            return {}
+        own, cls.spent = torch.tensor(cls.spent), []
+        least = own.clone()
+        cls.call(torch.distributed.all_reduce, least, torch.distributed.ReduceOp.MIN)
+        return {"time/communication": least.sum().item(), "time/waiting": (own - least).sum().item()}
 
     @classmethod
     def first(cls):
@@ -187,11 +192,11 @@ class Processes:
         return f"{seed} of process {cls.rank}" if cls.rank else seed
 
     @classmethod
-    def share(cls, value):
-        """What process 0 has, for all."""
+    def share(cls, value, by=0):
+        """What one process has, for all."""
         box = [value]
         if cls.size > 1:
-            cls.call(torch.distributed.broadcast_object_list, box)
+            cls.call(torch.distributed.broadcast_object_list, box, by)
         return box[0]
 
     @classmethod
@@ -636,19 +641,19 @@ class Run(Saved):
         self.curve, self.fresh = [], {}  # by update; the last one's scores, on steps not yet learned from
         self.table = Table(args, args.num_envs, Processes.seed(args.seed))
         self.networks, record, self.world = self.table.networks, None, None
+        learned = args.search_model == "learned"
         if checkpoint is None:
-            record = record_meetings(args)
-            self.warmup_steps += record["over"].numel()
-            warm_up_goals(args, self.table, record)
+            record, last = record_meetings(args), Processes.size - 1
+            if not Processes.rank:  # of several processes one learns goals, meanwhile another the world
+                warm_up_goals(args, self.table, record)
+            made = warm_up_world(args) if learned and Processes.rank == last else (None, 0)
+            self.world, steps = Processes.share(made, last)
             self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
-        if args.search_model == "learned":
-            if checkpoint is None:
-                self.world, steps = warm_up_world(args)
-                self.world.load_state_dict(Processes.share(self.world.state_dict()))
-                self.warmup_steps += steps
-            else:
-                weights = checkpoint["world_model"]
-                self.world = make_world_model(weights, f"--resume {args.resume}", args.device)
+            self.warmup_steps += record["over"].numel() + steps
+        elif learned:
+            weights = checkpoint["world_model"]
+            self.world = make_world_model(weights, f"--resume {args.resume}", args.device)
+        if learned:
             self.table.model = WorldTables(self.world, args.height, args.width, len(args.players))
         self.replay = Replay(args, self.table, record)
         self.imagination = Imagination(args, self.table, self.replay) if args.imagined_per_real else None
@@ -957,8 +962,6 @@ def warm_up_goals(args, table, record):
         load_goals(args.vae_checkpoint, f"--vae-checkpoint {args.vae_checkpoint}", args, prior, known)
     else:
         learn_goals(args, prior, known, record)
-    prior.requires_grad_(False)
-    known.requires_grad_(False)
     own = others.state_dict()
     others.load_state_dict({name: value.expand_as(own[name]) for name, value in known.state_dict().items()})
 
@@ -4025,7 +4028,7 @@ def read_flags(args_class):
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)
-            line += f"; did you mean {near[0]}?" if near else ""
+            line = f"there is no {wrong[1]}" + (f"; did you mean {near[0]}?" if near else "")
         raise Refused(line) from end
 
 

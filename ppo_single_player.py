@@ -105,7 +105,7 @@ class Processes:
     torchrun there is one, and nothing here does anything."""
 
     rank, size, store = 0, 1, None
-    seconds = 0.0  # spent on telling one another, and on waiting for it
+    spent = []  # seconds of each message, and of the wait for whoever came last to it
     rooms = {}  # by network, where its gradients are put together
 
     @classmethod
@@ -135,20 +135,25 @@ class Processes:
 
     @classmethod
     def call(cls, what, *args, **named):
-        """Does what all do together, and notes the time that it takes."""
+        """Does what all do together, and notes the seconds."""
         begun = time.perf_counter()
         try:
             return what(*args, **named)
         except (RuntimeError, ValueError) as error:
             raise Failed("another process has ended, or cannot be reached") from error
         finally:
-            cls.seconds += time.perf_counter() - begun
+            cls.spent.append(time.perf_counter() - begun)
 
     @classmethod
     def times(cls):
-        """The seconds since this was last asked, to be logged."""
-        seconds, cls.seconds = cls.seconds, 0.0
-        return {"time/communication": seconds} if cls.size > 1 else {}
+        """The seconds of the messages since this was last asked, to be logged. Who comes last to a message
+        waits for nobody: what that one needs is communication, what others need beyond it is waiting."""
+        if cls.size == 1:
+            return {}
+        own, cls.spent = torch.tensor(cls.spent), []
+        least = own.clone()
+        cls.call(torch.distributed.all_reduce, least, torch.distributed.ReduceOp.MIN)
+        return {"time/communication": least.sum().item(), "time/waiting": (own - least).sum().item()}
 
     @classmethod
     def first(cls):
@@ -164,11 +169,11 @@ class Processes:
         return f"{seed} of process {cls.rank}" if cls.rank else seed
 
     @classmethod
-    def share(cls, value):
-        """What process 0 has, for all."""
+    def share(cls, value, by=0):
+        """What one process has, for all."""
         box = [value]
         if cls.size > 1:
-            cls.call(torch.distributed.broadcast_object_list, box)
+            cls.call(torch.distributed.broadcast_object_list, box, by)
         return box[0]
 
     @classmethod
@@ -2300,7 +2305,7 @@ def read_flags(args_class):
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)
-            line += f"; did you mean {near[0]}?" if near else ""
+            line = f"there is no {wrong[1]}" + (f"; did you mean {near[0]}?" if near else "")
         raise Refused(line) from end
 
 

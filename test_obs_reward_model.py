@@ -93,7 +93,7 @@ class Processes:
     torchrun there is one, and nothing here does anything."""
 
     rank, size, store = 0, 1, None
-    seconds = 0.0  # spent on telling one another, and on waiting for it
+    spent = []  # seconds of each message, and of the wait for whoever came last to it
 
     @classmethod
     @contextlib.contextmanager
@@ -122,14 +122,14 @@ class Processes:
 
     @classmethod
     def call(cls, what, *args, **named):
-        """Does what all do together, and notes the time that it takes."""
+        """Does what all do together, and notes the seconds."""
         begun = time.perf_counter()
         try:
             return what(*args, **named)
         except (RuntimeError, ValueError) as error:
             raise Failed("another process has ended, or cannot be reached") from error
         finally:
-            cls.seconds += time.perf_counter() - begun
+            cls.spent.append(time.perf_counter() - begun)
 
     @classmethod
     def first(cls):
@@ -140,11 +140,11 @@ class Processes:
             return True
 
     @classmethod
-    def share(cls, value):
-        """What process 0 has, for all."""
+    def share(cls, value, by=0):
+        """What one process has, for all."""
         box = [value]
         if cls.size > 1:
-            cls.call(torch.distributed.broadcast_object_list, box)
+            cls.call(torch.distributed.broadcast_object_list, box, by)
         return box[0]
 
     @classmethod
@@ -1845,7 +1845,7 @@ def read_flags(args_class):
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)
-            line += f"; did you mean {near[0]}?" if near else ""
+            line = f"there is no {wrong[1]}" + (f"; did you mean {near[0]}?" if near else "")
         raise Refused(line) from end
 
 

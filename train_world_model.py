@@ -94,7 +94,7 @@ class Processes:
     torchrun there is one, and nothing here does anything."""
 
     rank, size, store = 0, 1, None
-    seconds = 0.0  # spent on telling one another, and on waiting for it
+    spent = []  # seconds of each message, and of the wait for whoever came last to it
     rooms = {}  # by network, where its gradients are put together
 
     @classmethod
@@ -124,20 +124,25 @@ class Processes:
 
     @classmethod
     def call(cls, what, *args, **named):
-        """Does what all do together, and notes the time that it takes."""
+        """Does what all do together, and notes the seconds."""
         begun = time.perf_counter()
         try:
             return what(*args, **named)
         except (RuntimeError, ValueError) as error:
             raise Failed("another process has ended, or cannot be reached") from error
         finally:
-            cls.seconds += time.perf_counter() - begun
+            cls.spent.append(time.perf_counter() - begun)
 
     @classmethod
     def times(cls):
-        """The seconds since this was last asked, to be logged."""
-        seconds, cls.seconds = cls.seconds, 0.0
-        return {"time/communication": seconds} if cls.size > 1 else {}
+        """The seconds of the messages since this was last asked, to be logged. Who comes last to a message
+        waits for nobody: what that one needs is communication, what others need beyond it is waiting."""
+        if cls.size == 1:
+            return {}
+        own, cls.spent = torch.tensor(cls.spent), []
+        least = own.clone()
+        cls.call(torch.distributed.all_reduce, least, torch.distributed.ReduceOp.MIN)
+        return {"time/communication": least.sum().item(), "time/waiting": (own - least).sum().item()}
 
     @classmethod
     def first(cls):
@@ -153,11 +158,11 @@ class Processes:
         return f"{seed} of process {cls.rank}" if cls.rank else seed
 
     @classmethod
-    def share(cls, value):
-        """What process 0 has, for all."""
+    def share(cls, value, by=0):
+        """What one process has, for all."""
         box = [value]
         if cls.size > 1:
-            cls.call(torch.distributed.broadcast_object_list, box)
+            cls.call(torch.distributed.broadcast_object_list, box, by)
         return box[0]
 
     @classmethod
@@ -537,9 +542,10 @@ def train(args, run, learned, held_out, folder, writer):
             bar.update()
             last = run.updates == args.num_updates
             checked = run.updates % args.check_every == 0 or run.updates in (25, 50, 100) or last
+            times = Processes.times() if checked else {}
             if checked and not Processes.rank:
                 checks = {name: measure(model, rows) for name, rows in held_out.items()}
-                log_check(writer, run, checks, rate)
+                log_check(writer, run, checks, rate, times)
                 exact = " ".join(f"{name} {100 * check['exact']:.2f}%" for name, check in checks.items())
                 bar.set_postfix_str(f"exact {exact}", refresh=False)
             stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
@@ -564,15 +570,15 @@ def count_losses(totals, terms, board):
         totals[f"{name}/{board}"] = total + value, number + 1
 
 
-def log_check(writer, run, checks, rate):
-    """Writes the mean losses since the last measurement, and the measurement of each board."""
+def log_check(writer, run, checks, rate, times):
+    """Writes the mean losses since the last measurement, the measurement of each board, and some seconds."""
     losses = {name: (total / number).item() for name, (total, number) in run.totals.items()}
     for name, value in losses.items():
         writer.add_scalar(f"world_model/loss_{name}", value, run.updates)
     for name, check in checks.items():
         for key, value in check.items():
             writer.add_scalar(f"world_model/{key}/{name}", value, run.updates)
-    for tag, seconds in Processes.times().items():
+    for tag, seconds in times.items():
         writer.add_scalar(tag, seconds, run.updates)
     writer.add_scalar("charts/learning_rate", rate, run.updates)
     writer.add_scalar("charts/UPS", run.updates / run.seconds, run.updates)
@@ -1738,7 +1744,7 @@ def read_flags(args_class):
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)
-            line += f"; did you mean {near[0]}?" if near else ""
+            line = f"there is no {wrong[1]}" + (f"; did you mean {near[0]}?" if near else "")
         raise Refused(line) from end
 
 
