@@ -1050,7 +1050,7 @@ def make_world_model(weights, asked, device="cpu"):
     return model.to(device)
 
 
-WORLD_STEPS, WORLD_UPDATES = 6_000, 400  # true-game steps, and steps of Adam, that teach the world model
+WORLD_STEPS, WORLD_UPDATES = 6_000, 500  # true-game steps, and steps of Adam, that teach the world model
 WORLD_RATE = 1e-2  # step size of Adam at the start
 WORLD_SHRINK = 0.06  # pull on the first weights towards 0, as a share of it
 

@@ -12,8 +12,9 @@ so far is in `<folder>/adaptation.md` and `.csv` after every run; at the end, a 
 The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
 was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these
 three, or whoever of this table does better. `<folder>/references.json` holds both, and who it was, for each half of a
-meeting: among players that switch in the middle the halves differ, among others not. Among trained players the 0 is
-that of a random player among three stag hunters, for that is what they are.
+meeting: among players that switch in the middle the halves differ, among others not. It begins as a copy of
+benchmark/references.json, the most that anybody was seen to earn before. Among trained players the 0 is that of a
+random player among three stag hunters, for that is what they are.
 """
 
 import csv
@@ -91,9 +92,9 @@ class Table:
     def __init__(self, args):
         self.args, self.returns, self.references = args, {}, {}
         self.path = os.path.join(args.folder, "references.json")
-        if os.path.isfile(self.path):
-            with open(self.path, encoding="utf-8") as file:
-                self.references = json.load(file)
+        known = self.path if os.path.isfile(self.path) else os.path.join(HERE, "references.json")
+        with open(known, encoding="utf-8") as file:
+            self.references = json.load(file)
 
     def add(self, board, agent, seed, others, episodes):
         """Takes in a player's returns; who earns more than anybody before is the new 1."""
