@@ -52,9 +52,10 @@ The file from top to bottom, in the order in which things happen:
     players       rule-based players, mixes of them, players from a file
     outputs       run folder, pictures, tables
 
-Where to change what: what the search tries next, `choose`; what is played, `Table.plan`; who imagined
-partners are, `Imagination.draw_types`, and how they move, `Imagination.think`; what a policy is told, `told`
-in `Networks`; what all see, `Views`; what the world model predicts, `WorldModel` and `WorldTables`.
+Where to change what: what the search tries next, `choose`; what is played and what the policy is taught,
+`Table.plan`; what is played alone, `Table.act` (then `report_models`, too); who imagined partners are,
+`Imagination.draw_types`, and how they move, `Imagination.think`; what a policy is told, `told` in `Networks`;
+what all see, `Views`; what the world model predicts, `WorldModel` and `WorldTables`.
 """
 
 import contextlib
@@ -475,7 +476,8 @@ def check_flags(args):
     if len(args.players) < 2:
         raise Refused(f"{asked}: HOP+ models others, so there must be two players or more")
     if args.mode == "adapt" and hops != 1:
-        raise Refused(f"{asked}: --mode adapt takes one hop among others, here are {hops}")
+        raise Refused(f"{asked}: --mode adapt takes one hop among others, here are {hops}; "
+                      "such as --players hop nh nh nh")
     humans = args.players.count("human")
     if args.mode == "play" and humans != 1 and args.players != Args.players:
         raise Refused(f"{asked}: --mode play takes one human, here are {humans}")
@@ -853,6 +855,7 @@ class Log:
 def report(args, folder, run, log):
     """Evaluates the trained players, prints the tables and writes results.json."""
     log.bar.close()
+    print("measuring what was learned ...", flush=True)
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
     speed = run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
@@ -868,7 +871,8 @@ def report(args, folder, run, log):
             measured += steps
             summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
-            rows.append([mode, *means, summary["episodes"], equality(summary)])
+            rows.append([{"searched": "with search"}.get(mode, "policy alone"), *means, summary["episodes"],
+                         equality(summary)])
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
@@ -894,12 +898,13 @@ def report(args, folder, run, log):
     save_json(os.path.join(folder, "results.json"), results)
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
-          f"{run.warmup_seconds:.0f} s to warm up; {measured} more to measure. Everything is in {folder}, "
-          f"the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
+          f"{run.warmup_seconds:.0f} s to warm up; {measured} more steps only to measure. Everything is "
+          f"in {folder}, the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
     print(f"What they predict of one another, as a picture: {drawn}")
     seats = {"players": args.players} if args.players != Args.players else {}
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
     print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
+               take_a_seat_yourself=command(mode="play", checkpoint=folder),
                meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
 
@@ -909,8 +914,8 @@ def tell_curve(curve, total_timesteps):
     reached, rows, best, fall = {}, [["return", "after", ""]], 0.0, 0.0
     for value in (2.5, 2.7, 2.8, 2.85):
         at = next((point for point in known if point["return"] >= value), None)
-        rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
-                    else [value, "not reached", ""])
+        rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at else
+                    [value, "not reached" if known else "fewer than 500 episodes", ""])
         reached[f"{value:g}"] = at and {key: at[key] for key in ("seconds", "true_steps")}
     for point in known:
         best = max(best, point["return"])
@@ -2121,7 +2126,7 @@ def draw_models(moa):
         name = os.path.basename(kind)  # of a player from a file
         left.set(title=f"of {name}: where it takes an action", ylabel="taken")
         left.set_xlabel("predicted, mean chance in %")
-        right.set(title=f"of {name}: in all its steps", ylabel="% of the steps")
+        right.set(title=f"of {name}: in the steps that others saw", ylabel="% of the steps")
         chances = [[100 * chance if scores["share"][action] > 1e-4 else math.nan for chance in row.values()]
                    for action, row in scores["predicted_where_taken"].items()]
         left.imshow(chances, cmap="Blues", vmin=0, vmax=100)
@@ -2189,7 +2194,7 @@ def deed(out, seat):
 
 @torch.no_grad()
 def aims(table, seen, games=64):
-    """What each HOP+ player believes each other to be after, in words, [L][N-1]: a stag (80%).
+    """What each HOP+ player believes each other to be after, in words, [L][N-1]: after a stag (80%).
 
     It imagines how its first game goes on under its belief, until it is over for it. Named is the prey that
     the other catches most often, with its share of all that the other catches.
@@ -2209,8 +2214,8 @@ def aims(table, seen, games=64):
         caught = torch.stack([left & (joint == HUNT_STAG), left & (joint == HUNT_HARE)], -1)
         counts = counts + caught[1:].unflatten(1, shape).sum(2)  # [N-1, L, 2]
         state, over = after, over | ended
-    word = lambda stags, hares: "no prey" if not stags + hares else (
-        f"{'a stag' if stags > hares else 'a hare'} ({max(stags, hares) / (stags + hares):.0%})")
+    word = lambda stags, hares: "catching nothing soon" if not stags + hares else (
+        f"after {'a stag' if stags > hares else 'a hare'} ({max(stags, hares) / (stags + hares):.0%})")
     return [[word(*count) for count in row] for row in counts.transpose(0, 1).tolist()]
 
 
@@ -2235,7 +2240,7 @@ def record_game(args, table, seed):
         picture, x = add_frame(f"step {int(table.game.clock)}")
         seen = table.act(args.search)
         out = table.play(seen, restart=False)
-        picture.text((x, 8), "what each does (chance the others gave it)", (52, 54, 60), font)
+        picture.text((x, 8), "what each does (chances the others gave it)", (52, 54, 60), font)
         for seat in out["present"][:, 0].nonzero()[:, 0].tolist():
             action = int(out["action"][seat, 0])
             chances = ", ".join(f"{probs[action]:.0%}" for _, probs in expected(table, seen, out, seat))
@@ -2351,7 +2356,7 @@ def adapt(args):
     args, saved = load_players(args)
     seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
     run_folder(args)  # and whatever is wrong with its name
-    seats = tqdm(range(len(args.players)), desc="meetings in each seat", leave=False, dynamic_ncols=True)
+    seats = tqdm(range(len(args.players)), desc="meetings", unit=" seat", leave=False, dynamic_ncols=True)
     answer = [play_meetings(args, saved, seat, args.seed + seat) for seat in seats]
     report_meetings(args, torch.stack(answer))
     return 0
@@ -2361,8 +2366,13 @@ def watch(args):
     """One episode in the terminal, step by step: the board, what each player believes, what it searched; in
     --mode play a person is among them, and sees what the others expected of it."""
     args, saved = load_players(args)
-    table = seat_players(args, saved, 1, args.seed)
-    keys = open(args.keys, encoding="utf-8") if args.keys else sys.stdin
+    table, keys = seat_players(args, saved, 1, args.seed), sys.stdin
+    if args.keys:
+        try:
+            with open(args.keys, encoding="utf-8-sig") as file:
+                keys = io.StringIO(file.read())
+        except UnicodeDecodeError as error:
+            raise Refused(f"--keys {args.keys} is not text in UTF-8") from error
     try:
         show_episode(args, table, keys, args.players.index("human") if args.mode == "play" else None)
         sys.stdout.flush()
@@ -2375,6 +2385,7 @@ def show_episode(args, table, keys, person):
     """Plays and prints an episode; person is the seat whose actions come from the keys, or None."""
     names = ["you" if seat == person else f"player {seat + 1}" for seat in range(len(args.players))]
     total, over, judged = torch.zeros(len(names)), False, {}
+    print("S is a stag, h a hare, ### an obstacle; numbers are the players: S23, 2 and 3 are at the stag.")
     if person is not None:
         print(f"You are player {person + 1}. {KEYS_HELP}")
     while not over:
@@ -2403,8 +2414,9 @@ def show_episode(args, table, keys, person):
     for seat, row in judged.items():
         word = words[table.hop_seats.index(seat)][(person - seat) % len(names) - 1]
         hits, chance = (sum(column) for column in zip(*row))
-        print(f"player {seat + 1} foresaw {hits} of your {len(row)} moves ({chance / len(row):.0%} a move) "
-              f"and would now, if you met again, take you to be after {word}")
+        print(f"player {seat + 1} foresaw {hits} of your {len(row)} moves (it gave them "
+              f"{chance / len(row):.0%} on average) and would now, met on a new board, take you to be {word}")
+    print("another episode: --seed " + str(args.seed + 1))
 
 
 def print_judgement(rows, action, judged):
@@ -2415,7 +2427,8 @@ def print_judgement(rows, action, judged):
         judged.setdefault(seat, []).append((right, probs[action].item()))
         likely = likeliest(probs, 1) + ("" if right else f", this {probs[action]:.0%}")
         told.append(f"player {seat + 1} was {'right' if right else 'wrong'} ({likely})")
-    print("  of you they expected: " + ("; ".join(told) or "nothing, for nobody is left"))
+    if told:  # somebody is left
+        print("  of you they expected: " + "; ".join(told))
 
 
 KEYS = dict(zip("wsad gh", range(7)))  # in the order of ACTIONS
@@ -2497,10 +2510,11 @@ def print_minds(table, seen):
             value = lambda a: f"Q {q[a]:.2f}, visits {visits[a]:.0f}" if visits[a] else "not tried"
             legal = table.views.mask(seen["x"][seat, 0]).nonzero()[:, 0].tolist()
             print("    its search makes of it: " + "; ".join(
-                f"{ACTIONS[a]} {before[a]:.0%} -> {after[a]:.0%} ({value(a)})" for a in legal))
-        for other, who in enumerate(table.order[hop, 1:].tolist()):
+                f"{ACTIONS[a]} {before[a]:.0%} -> {after[a]:.0%} ({value(a)})" for a in legal
+                if visits[a] or max(before[a], after[a]) >= 0.01))
+        for who, other in sorted(zip(table.order[hop, 1:].tolist(), range(len(cells)))):
             if cells[who] < table.game.cells:
-                print(f"    believes of player {who + 1}: after {words[hop][other]}; expects "
+                print(f"    believes of player {who + 1}: {words[hop][other]}; expects "
                       f"{likeliest(moves[hop, other], 3)}")
 
 
@@ -3368,8 +3382,8 @@ def player_rule(name, asked="--players"):
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
-                      "patient-28), mix:A,B and file.py:Class")
+        raise Refused(f"{asked} {name!r} is not known; rule-based players are {', '.join(RULES)}, patient-K "
+                      "(such as patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 
 
@@ -3594,8 +3608,16 @@ def board_name(args):
 
 
 def run_folder(args, number=0):
-    """Where the run of these flags goes; a name that cannot be used is refused."""
-    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    """Where the run of these flags goes; a name that cannot be used is refused.
+
+    Of itself it is named after the board, the script, who plays, what was chosen otherwise than by default
+    (among words, not numbers), the seed and the second: ..__hop-ns-ns-ns__goals-zero__..
+    """
+    chosen = [f"{field.name}-{getattr(args, field.name)}" for field in dataclasses.fields(args)
+              if getattr(args, field.name) != field.default in getattr(field.type, "__args__", ())]
+    players = "-".join(map(os.path.basename, getattr(args, "players", ())))
+    words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
+    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:200]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
@@ -3625,7 +3647,8 @@ def open_run(args):
                 if name.endswith(".new") or name == "results.json":
                     os.remove(os.path.join(place, name))
             save_json(os.path.join(place, "config.json"), config)
-            os.rename(place, folder)
+            if not args.resume:
+                os.rename(place, folder)
         except (OSError, Failed) as error:
             if not args.resume:
                 shutil.rmtree(place, ignore_errors=True)
@@ -3982,7 +4005,8 @@ def draw_board(game, env, caption="", size=64):
 
 def add_gif(writer, tag, frames, step, path):
     """Writes frames as a GIF into the run folder and TensorBoard, which plays it."""
-    more = {"save_all": True, "append_images": frames[1:], "duration": 700, "loop": 0}
+    times = [1200] * (len(frames) - 1) + [3000]  # milliseconds
+    more = {"save_all": True, "append_images": frames[1:], "duration": times, "loop": 0}
     add_image(writer, tag, lambda file: frames[0].save(file, "GIF", **more), step, path)
 
 
@@ -4025,6 +4049,7 @@ def read_flags(args_class):
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
         line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        line = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number", line)
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)

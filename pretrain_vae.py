@@ -1789,8 +1789,8 @@ def player_rule(name, asked="--players"):
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
-                      "patient-28), mix:A,B and file.py:Class")
+        raise Refused(f"{asked} {name!r} is not known; rule-based players are {', '.join(RULES)}, patient-K "
+                      "(such as patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 
 
@@ -1909,8 +1909,16 @@ def board_name(args):
 
 
 def run_folder(args, number=0):
-    """Where the run of these flags goes; a name that cannot be used is refused."""
-    automatic = f"stag-hunt-{board_name(args)}__{SCRIPT[:-3]}__{args.seed}__{int(time.time())}"
+    """Where the run of these flags goes; a name that cannot be used is refused.
+
+    Of itself it is named after the board, the script, who plays, what was chosen otherwise than by default
+    (among words, not numbers), the seed and the second: ..__hop-ns-ns-ns__goals-zero__..
+    """
+    chosen = [f"{field.name}-{getattr(args, field.name)}" for field in dataclasses.fields(args)
+              if getattr(args, field.name) != field.default in getattr(field.type, "__args__", ())]
+    players = "-".join(map(os.path.basename, getattr(args, "players", ())))
+    words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
+    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:200]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")
@@ -1940,7 +1948,8 @@ def open_run(args):
                 if name.endswith(".new") or name == "results.json":
                     os.remove(os.path.join(place, name))
             save_json(os.path.join(place, "config.json"), config)
-            os.rename(place, folder)
+            if not args.resume:
+                os.rename(place, folder)
         except (OSError, Failed) as error:
             if not args.resume:
                 shutil.rmtree(place, ignore_errors=True)
@@ -2148,6 +2157,7 @@ def read_flags(args_class):
             raise
         box = told.getvalue().split("\n", 1)[-1].split("──")[0]
         line = " ".join(box.replace("│", " ").split()).removeprefix("Error parsing ")
+        line = re.sub(r"invalid literal for int\(\) with base 10: (.*)", r"\1 is no whole number", line)
         if wrong := re.match("Unrecognized options: (--[^ =,]+)", line):
             known = [flag(field.name) for field in dataclasses.fields(args_class)]
             near = difflib.get_close_matches(wrong[1], known, 1)

@@ -373,8 +373,8 @@ def player_rule(name, asked="--players"):
     if prefix == "patient" and number.isdecimal():
         return (int(number), True, 0.0, False)
     if name not in RULES:
-        raise Refused(f"{asked} {name!r} is not known; there are {', '.join(RULES)}, patient-K (such as "
-                      "patient-28), mix:A,B and file.py:Class")
+        raise Refused(f"{asked} {name!r} is not known; rule-based players are {', '.join(RULES)}, patient-K "
+                      "(such as patient-28), mix:A,B and file.py:Class")
     return RULES[name]
 
 
