@@ -66,7 +66,7 @@ def points(folder):
 
 
 def measure(name, runs, processes, seconds, folder, number):
-    """-> steps a second of all runs together, the share of the time that is communication"""
+    """-> steps a second of all runs together, the shares of the time that are communication and waiting"""
     script, flags, tag = SCRIPTS[name]
     names = [f"{name}-{runs}-{processes}-{number}-{run}-{int(time.time())}" for run in range(runs)]
     started = [begin(script, f"{flags} --seed {run + 1}", processes, folder, each) for run, each in enumerate(names)]
@@ -83,16 +83,17 @@ def measure(name, runs, processes, seconds, folder, number):
         process.send_signal(signal.SIGTERM)
     for process in started:
         process.wait(120)
-    speed = shares = 0.0
+    speed, shares = 0.0, [0.0, 0.0]
     for each in names:
         told = points(os.path.join(folder, each))
         half = told[tag][len(told[tag]) // 2:]
         last = told[tag][-1]
         speed += (last[0] - half[0][0]) / (last[1] - half[0][1])
         since = half[0][1]
-        spent = sum(value for _, wall, value in told.get("time/communication", ()) if wall > since)
-        shares += spent / (last[1] - since) / runs
-    return speed, shares
+        for number, what in enumerate(("time/communication", "time/waiting")):
+            spent = sum(value for _, wall, value in told.get(what, ()) if wall > since)
+            shares[number] += spent / (last[1] - since) / runs
+    return speed, *shares
 
 
 def table(args, measured):
@@ -100,14 +101,15 @@ def table(args, measured):
         rows = {way: measured.get(f"{name} {way}", []) for way in WAYS}
         if not all(rows.values()):
             continue
-        speeds = {way: statistics.median(speed for speed, _ in row) for way, row in rows.items()}
+        speeds = {way: statistics.median(measure[0] for measure in row) for way, row in rows.items()}
         one, two, joined = speeds.values()
         print(f"\n{SCRIPTS[name][0]}, median of {min(map(len, rows.values()))}")
         for way, speed in speeds.items():
             print(f"  {way:26}{speed:9.0f} steps/s  {speed / one:5.2f} times one run")
-        share = statistics.median(share for _, share in rows["one run of two processes"])
-        print(f"  two processes reach {joined / two:.2f} of what two runs reach; communication, waiting for the slower "
-              f"one included: {share:.1%} of the time")
+        communication, waiting = (statistics.median(measure[number] for measure in rows["one run of two processes"])
+                                  for number in (1, 2))
+        print(f"  two processes reach {joined / two:.2f} of what two runs reach; communication {communication:.1%} of the "
+              f"time, process 0's waiting for the slower one {waiting:.1%}")
 
 
 def main(args):
