@@ -233,6 +233,29 @@ def test_all_begin_with_the_same_weights_and_other_games(tmp_path):
     assert not torch.equal(cell, cell_1) and not torch.equal(draws, draws_1)
 
 
+def test_two_processes_share_a_warm_up_and_have_what_one_has(tmp_path, monkeypatch):
+    """The first learns goals, the last the world model; all know what both have learned."""
+    monkeypatch.setattr(hop, "WORLD_STEPS", 300)
+    monkeypatch.setattr(hop, "WORLD_UPDATES", 5)
+    args = hop.Args(num_envs=2, hidden_size=16, vae_size=16, warmup_meetings=4, buffer_size=64)
+
+    def warm_up(rank=0):
+        done = []
+        for name in ("learn_goals", "warm_up_world"):
+            made = getattr(hop, name)
+            monkeypatch.setattr(hop, name, lambda *args, name=name, made=made: (done.append(name), made(*args))[1])
+        with hop.Processes.together():
+            made = hop.Run(args)
+            return done, made.networks.state_dict(), made.world.state_dict(), made.warmup_steps
+
+    codes, words, (first, last) = together(tmp_path, warm_up)
+    assert codes == [0, 0], words
+    assert (first[0], last[0]) == (["learn_goals"], ["warm_up_world"])
+    alone = warm_up()
+    assert alone[0] == ["learn_goals", "warm_up_world"]
+    assert not differences(first[1:], last[1:]) and not differences(first[1:], alone[1:])
+
+
 @pytest.mark.parametrize("script, learn", [(ppo, "update"), (hop, "learn_policy"), (vae, "learn"),
                                            (world, "count_losses")], ids=lambda part: getattr(part, "SCRIPT", ""))
 def test_a_run_that_one_process_was_told_to_stop_resumes_exactly(tmp_path, script, learn):
