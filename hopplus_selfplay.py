@@ -655,7 +655,7 @@ class Run(Saved):
         elif learned:
             weights = checkpoint["world_model"]
             self.world = make_world_model(weights, f"--resume {args.resume}", args.device)
-        if learned:
+        if self.world:
             self.table.model = WorldTables(self.world, args.height, args.width, len(args.players))
         self.replay = Replay(args, self.table, record)
         self.imagination = Imagination(args, self.table, self.replay) if args.imagined_per_real else None
@@ -855,7 +855,7 @@ class Log:
 def report(args, folder, run, log):
     """Evaluates the trained players, prints the tables and writes results.json."""
     log.bar.close()
-    print("measuring what was learned ...", flush=True)
+    print("measuring what was learned ...")
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
     speed = run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)
     results = {"timesteps": run.timesteps, "true_steps": run.true_steps, "warmup_steps": run.warmup_steps,
@@ -864,15 +864,14 @@ def report(args, folder, run, log):
                "simulations": run.simulations, "imagined_steps": run.imagined_steps, "curve": run.curve}
     rows = [["evaluation", *table.names, "HOP+ mean", "episodes", "equals earn equally?"]]
     strengths = args.strengths or [1] * len(args.players)
-    for mode, episodes, search in (("searched", args.eval_episodes, args.search),
-                                   ("policy", args.eval_policy_episodes, "none")):
+    for mode, told, episodes, search in (("searched", "with search", args.eval_episodes, args.search),
+                                         ("policy", "policy alone", args.eval_policy_episodes, "none")):
         if episodes and (mode == "policy" or search != "none"):
             played, steps = evaluate(args, table, episodes, search, args.seed + 1_000_000)
             measured += steps
             summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
-            rows.append([{"searched": "with search"}.get(mode, "policy alone"), *means, summary["episodes"],
-                         equality(summary)])
+            rows.append([told, *means, summary["episodes"], equality(summary)])
             log.add(f"evaluation/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
@@ -896,10 +895,11 @@ def report(args, folder, run, log):
     add_hparams(log.writer, args, [f"evaluation/{mode}" for mode in results["evaluation"]])
     log.writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
+    last = os.path.join(folder, "pictures", f"episode_{run.timesteps}.gif")
     print(f"\n{run.true_steps} true steps ({run.warmup_steps} of them to warm up; {run.imagined_steps} "
           f"imagined, {run.simulations} simulations) in {run.seconds:.0f} s, of which "
           f"{run.warmup_seconds:.0f} s to warm up; {measured} more steps only to measure. Everything is "
-          f"in {folder}, the last episode in {os.path.join(folder, 'pictures', f'episode_{run.timesteps}.gif')}")
+          f"in {folder}, the last episode in {last}")
     print(f"What they predict of one another, as a picture: {drawn}")
     seats = {"players": args.players} if args.players != Args.players else {}
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
@@ -2416,7 +2416,7 @@ def show_episode(args, table, keys, person):
         hits, chance = (sum(column) for column in zip(*row))
         print(f"player {seat + 1} foresaw {hits} of your {len(row)} moves (it gave them "
               f"{chance / len(row):.0%} on average) and would now, met on a new board, take you to be {word}")
-    print("another episode: --seed " + str(args.seed + 1))
+    print(f"another episode: --seed {args.seed + 1}")
 
 
 def print_judgement(rows, action, judged):
@@ -3608,16 +3608,13 @@ def board_name(args):
 
 
 def run_folder(args, number=0):
-    """Where the run of these flags goes; a name that cannot be used is refused.
-
-    Of itself it is named after the board, the script, who plays, what was chosen otherwise than by default
-    (among words, not numbers), the seed and the second: ..__hop-ns-ns-ns__goals-zero__..
-    """
+    """Where the run of these flags goes; a name that cannot be used is refused. Of itself it is named after
+    the board, the script, the players, words chosen other than by default, the seed and the second."""
     chosen = [f"{field.name}-{getattr(args, field.name)}" for field in dataclasses.fields(args)
               if getattr(args, field.name) != field.default in getattr(field.type, "__args__", ())]
     players = "-".join(map(os.path.basename, getattr(args, "players", ())))
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
-    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:200]}__{args.seed}__{int(time.time())}"
+    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")

@@ -1509,16 +1509,13 @@ def board_name(args):
 
 
 def run_folder(args, number=0):
-    """Where the run of these flags goes; a name that cannot be used is refused.
-
-    Of itself it is named after the board, the script, who plays, what was chosen otherwise than by default
-    (among words, not numbers), the seed and the second: ..__hop-ns-ns-ns__goals-zero__..
-    """
+    """Where the run of these flags goes; a name that cannot be used is refused. Of itself it is named after
+    the board, the script, the players, words chosen other than by default, the seed and the second."""
     chosen = [f"{field.name}-{getattr(args, field.name)}" for field in dataclasses.fields(args)
               if getattr(args, field.name) != field.default in getattr(field.type, "__args__", ())]
     players = "-".join(map(os.path.basename, getattr(args, "players", ())))
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
-    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:200]}__{args.seed}__{int(time.time())}"
+    automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
     if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
         raise Refused(f"--run-name {name!r} is no valid folder name")

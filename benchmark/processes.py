@@ -90,9 +90,9 @@ def measure(name, runs, processes, seconds, folder, number):
         last = told[tag][-1]
         speed += (last[0] - half[0][0]) / (last[1] - half[0][1])
         since = half[0][1]
-        for number, what in enumerate(("time/communication", "time/waiting")):
+        for part, what in enumerate(("time/communication", "time/waiting")):
             spent = sum(value for _, wall, value in told.get(what, ()) if wall > since)
-            shares[number] += spent / (last[1] - since) / runs
+            shares[part] += spent / (last[1] - since) / runs
     return speed, *shares
 
 

@@ -26,7 +26,6 @@ import logging
 import math
 import os
 import random
-import resource
 import shutil
 import signal
 import subprocess
@@ -719,6 +718,7 @@ def flagged(args, script, number):
     before = look()
 
     def little_memory(module):
+        import resource  # here, for Windows has none
         resource.setrlimit(resource.RLIMIT_AS, (1 << 33, 1 << 33))  # so that no other process is in need
 
     process = start(script, line + typed, folder, little_memory, place)

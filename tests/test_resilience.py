@@ -13,11 +13,11 @@ import torch.utils.tensorboard  # here, so that no trial needs to import it
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, os.path.join(ROOT, "benchmark"))
-if not hasattr(os, "fork"):
-    pytest.skip("the trials are forked processes", allow_module_level=True)
 
 import ppo_single_player as script  # noqa: E402
 import resilience  # noqa: E402
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="the trials are forked processes")
 
 
 @pytest.fixture(scope="session")
