@@ -276,7 +276,7 @@ class FirstArgs:
     device: str = "cpu"
     """where the tensors live: cpu, cuda, cuda:1, ..."""
     run_name: str | None = None
-    """name of the run's folder; without it: board, script, seed and time"""
+    """name of the run's folder; without it: board, script, players, choices, seed, time"""
     resume: str | None = None
     """folder of a run to go on with, exactly as if it had never stopped; its flags are taken over"""
 
