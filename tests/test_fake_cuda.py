@@ -77,7 +77,7 @@ class NoGpu(TorchFunctionMode):
     """Notes where tensors would be, and refuses what CUDA refuses."""
 
     def place(self, x):
-        """Where a tensor is; None where its making was not seen (gradients, results of SumRows)."""
+        """Where a tensor is; None where its making was not seen (gradients, results of SumFacts)."""
         return getattr(x, "would_be", CPU if type(x) is torch.nn.Parameter else None)
 
     def put(self, x, place):

@@ -82,7 +82,7 @@ def test_rewarded_samples_are_those_of_players_with_a_catch(args, samples):
 
 def test_only_players_on_the_board_are_samples(args, samples):
     views = vae.make_views(args)
-    own = samples["x"][:, -8] - views.first_cell  # before the four previous actions, legal ones and the clock
+    own = samples["x"][:, -4] - views.first_cell  # before the legal actions and the clock
     assert ((own >= 0) & (own < 16)).all()
     assert views.mask(samples["x"]).gather(1, samples["action"][:, None]).all()
 
