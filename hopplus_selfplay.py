@@ -388,10 +388,8 @@ class LearningArgs:
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
-    num_minibatches: int = 6
-    """pieces into which the steps of an update are cut"""
-    update_epochs: int = 4
-    """times that an update of policy and value goes through its steps"""
+    num_minibatches: int = 24
+    """pieces into which the steps of an update are cut, each for one step of policy and value"""
     clip_coef: float = 0.2
     """how far the ratio of new to old probability may move before the policy loss is flat"""
     ent_coef: float = 0.02
@@ -432,7 +430,7 @@ MAX_GRAD_NORM = 0.5  # gradients of a model longer than this are shortened to it
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon",
               "num_simulations", "num_trees", "warmup_meetings", "hidden_size", "vae_size",
-              "moa_minibatches", "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
+              "moa_minibatches", "num_minibatches", "meeting_episodes", "meetings")
 RANGES = ((1, math.inf, AT_LEAST_1),
           (0, 1, ("gamma",)),
           (1e-6, math.inf, ("prize_floor",)),
@@ -440,7 +438,7 @@ RANGES = ((1, math.inf, AT_LEAST_1),
                     "ent_coef", "eval_episodes", "eval_policy_episodes")))
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
-               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
+               "learning_rate", "num_minibatches", "clip_coef", "ent_coef", "eval_episodes",
                "eval_policy_episodes", "resume", "save_every")
 OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
@@ -1607,7 +1605,7 @@ class Imagination(Saved):
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
-    NOBODY = 0.1  # share of the partners that are like nobody on record: each legal action is as likely
+    NOBODY = 0.2  # share of the partners that are like nobody on record: each legal action is as likely
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
     saved = ("state", "memory", "types", "generator")
 
@@ -1918,49 +1916,51 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
 
     Where an action was searched for, the policy learns the search's result by cross-entropy: the result is
     the target, not the action that was drawn from it, so no ratio of probabilities enters. Elsewhere it is
-    PPO (Schulman et al. 2017). Searched steps and the others count equally much, however many they are.
+    PPO (Schulman et al. 2017). Each step counts the same, and is learned from once: real ones, of which there
+    are few, would otherwise drown what imagined games tell of strangers.
     """
     values = data["values"][:-1]
     advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"],
                                       args.gamma, GAE_LAMBDA)
     if not math.isinf(args.prize_floor):  # a small prize in a poor game counts as a large one in a rich game
         advantages = advantages / (values.abs() + args.prize_floor * REWARD_SCALE)
-    drawn, planned = (share_out((data["present"] & which).float())
-                      for which in (~data["searched"], data["searched"]))
-    steps = {**data, "returns": returns, "values": values, "advantages": standardise(advantages, drawn),
-             "drawn": drawn * args.num_minibatches, "planned": planned * args.num_minibatches}
+    weight = share_out(data["present"].float())
+    steps = {**data, "returns": returns, "values": values, "advantages": standardise(advantages, weight),
+             "weight": weight * args.num_minibatches}
     flat = {key: part.transpose(0, 1).flatten(0, 2) for key, part in steps.items()}  # [L * M, ...]
-    drawn, planned, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
-                                          for key in ("drawn", "planned", "returns", "values"))
-    weight, means = drawn + planned > 0, {}
-    for kind, part in (("", drawn), ("real_", planned)):
+    weight, searched, returned, expected = (flat[key].view(values.shape[1], -1)  # [L, M]
+                                            for key in ("weight", "searched", "returns", "values"))
+    there, means = weight > 0, {}
+    for kind, part in (("", there & ~searched), ("real_", there & searched)):
         if part.any():
             unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
-    most, totals = max(*Processes.most(int(weight.sum(1).max())), args.num_minibatches), []
-    for _ in range(args.update_epochs):
-        # a random order with the absent at the end: the longest list of samples is as far as one need go
-        number = torch.rand(weight.shape, generator=generator, device=weight.device)
-        for rows in (number - weight.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
-            index = (rows + offset).flatten()
-            batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
-            loss, parts = policy_loss(args, policy, batch, ent_coef)
-            optimizer.zero_grad()
-            loss.sum().backward()
-            check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
-                         getattr(policy, "owners", ()))
-            clip_gradients(policy, MAX_GRAD_NORM)
-            optimizer.step()
-            totals.append({key: part.detach() for key, part in parts.items()})
-    losses = Processes.mean(*(torch.stack([each[key] for each in totals]).mean(0) for key in parts))
-    return means | dict(zip((f"losses/{key}" for key in parts), losses))
+    most, totals = max(*Processes.most(int(there.sum(1).max())), args.num_minibatches), []
+    # a random order with the absent at the end: the longest list of samples is as far as one need go
+    number = torch.rand(weight.shape, generator=generator, device=weight.device)
+    for rows in (number - there.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
+        index = (rows + offset).flatten()
+        batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
+        loss, parts = policy_loss(args, policy, batch, ent_coef)
+        optimizer.zero_grad()
+        loss.sum().backward()
+        check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
+                     getattr(policy, "owners", ()))
+        clip_gradients(policy, MAX_GRAD_NORM)
+        optimizer.step()
+        totals.append({key: part.detach() for key, part in parts.items()})
+    sums = Processes.mean(*(torch.stack([each[key] for each in totals]).mean(0) for key in parts))
+    *sums, drawn, planned = sums
+    share = lambda key: planned if key.startswith(("search_", "real_")) else drawn
+    return means | {f"losses/{key}": part / share(key).clamp(min=1e-8) for key, part in zip(parts, sums)}
 
 
 def policy_loss(args, policy, batch, ent_coef):
-    """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of: sums over the samples,
-    whose weights `drawn` and `planned` make them means."""
-    drawn, planned, advantages = batch["drawn"], batch["planned"], batch["advantages"]
+    """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of: sums over the samples by
+    their weights; and last the weights of those that were drawn and of those that were searched for."""
+    drawn, planned = batch["weight"] * ~batch["searched"], batch["weight"] * batch["searched"]
+    advantages = batch["advantages"]
     log_probs, value = policy(batch["x"], batch["told"])
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
@@ -1973,7 +1973,7 @@ def policy_loss(args, policy, batch, ent_coef):
              "value_loss": error * drawn, "real_value_loss": error * planned,
              "entropy": entropy * drawn, "real_entropy": entropy * planned,
              "approx_kl": (ratio - 1 - logratio) * drawn,  # joschu.net/blog/kl-approx.html
-             "clipfrac": ((ratio - 1).abs() > args.clip_coef) * drawn}
+             "clipfrac": ((ratio - 1).abs() > args.clip_coef) * drawn, "drawn": drawn, "planned": planned}
     parts = {key: part.sum(-1) for key, part in parts.items()}
     loss = (parts["policy_loss"] + parts["search_loss"]
             + VALUE_WEIGHT * (parts["value_loss"] + parts["real_value_loss"])

@@ -33,7 +33,7 @@ TINY = {  # what makes a run short
     hopplus_selfplay: dict(
         total_timesteps=16, num_envs=4, num_steps=4, hidden_size=8, vae_size=8, warmup_meetings=2, eval_episodes=4,
         eval_policy_episodes=4, num_simulations=2, imagined_per_real=4.0, moa_minibatches=1, num_minibatches=1,
-        update_epochs=1, final_time=5, meetings=2, meeting_episodes=2),
+        final_time=5, meetings=2, meeting_episodes=2),
     ppo_single_player: dict(
         total_timesteps=32, num_envs=4, num_steps=4, hidden_size=8, eval_episodes=8, num_minibatches=1, update_epochs=1,
         final_time=5, meeting_episodes=2, meetings=2),

@@ -31,7 +31,7 @@ import train_world_model
 TINY = dict(device="cuda", hidden_size=8, num_envs=4, seed=3)
 HOP = dict(TINY, total_timesteps=16, final_time=5, num_steps=4, vae_size=8, warmup_meetings=2, eval_episodes=4,
            eval_policy_episodes=4, num_simulations=4, imagined_per_real=4.0, buffer_size=64, moa_minibatches=1,
-           num_minibatches=1, update_epochs=1, horizon=5)
+           num_minibatches=1, horizon=5)
 PPO = dict(TINY, total_timesteps=32, final_time=5, num_steps=4, eval_episodes=8, num_minibatches=1, update_epochs=1)
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 Tensor = torch.Tensor

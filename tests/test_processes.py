@@ -28,7 +28,7 @@ LINES = {
          "--eval-episodes 8 --save-every 1e9",
     hop: "--total-timesteps 192 --num-envs 2 --num-steps 16 --hidden-size 16 --vae-size 16 --warmup-meetings 4 "
          "--eval-episodes 4 --eval-policy-episodes 4 --num-simulations 2 --imagined-per-real 8 --buffer-size 64 "
-         "--moa-minibatches 2 --update-epochs 1 --save-every 1e9 --search-model rules",
+         "--moa-minibatches 2 --num-minibatches 6 --save-every 1e9 --search-model rules",
     vae: "--episodes 60 --held-out-episodes 10 --batch-size 16 --epochs 2 --hidden-size 16 --vae-size 16 --mix ns",
     world: "--boards 4x4 --rows 400 --held-out-rows 60 --num-updates 40 --batch-size 64 --hidden-size 16",
 }
@@ -154,7 +154,7 @@ def ppo_case(memory):
 
 def hop_case():
     """The same of HOP+: the data of the policy's update and the lesson of the models of others."""
-    args = hop.Args(num_envs=8, num_steps=8, hidden_size=16, vae_size=16, num_minibatches=1, update_epochs=2,
+    args = hop.Args(num_envs=8, num_steps=8, hidden_size=16, vae_size=16, num_minibatches=1,
                     moa_minibatches=2, num_simulations=4)
     table = hop.Table(args, 8, 1)
     real = hop.play_steps(table, hop.Returns(8, 4, "cpu"), 8, "full")
