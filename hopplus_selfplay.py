@@ -2027,8 +2027,8 @@ def score_models(table, real, draws=4):
     real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B], and gets by_action [P, 7]: the
     share of each action, the mean probability predicted for it, and its recall, that predicted where it is
     taken; and where [P, 7, 7], what is predicted of all actions where each is taken. top1 is the true
-    probability of the action held most likely. Where the true ones are not known (players from files) scores
-    are nan.
+    probability of the action held most likely. Where the true ones are not known (players from files), or
+    nobody was seen, scores are nan.
     """
     others, pairs = table.networks.others, table.pairs
     x = real["x"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, K]
@@ -2048,7 +2048,7 @@ def score_models(table, real, draws=4):
     if "goal_step" in real and table.args.goals == "latent":
         goal = goals_in_hindsight(table, real["x"].transpose(0, 1), real["goal_step"])["goal_mean"]
         scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goal, weight)
-    known = table.known[pairs]
+    known = table.known[pairs] & (weight.sum(1) > 0)
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
     recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
     where = (truth * weight[..., None]).mT @ predicted / taken[..., None].clamp(min=1e-9)
@@ -2093,10 +2093,11 @@ def report_models(args, table, decisions=2_000, searches=16):
     results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
     columns = ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor")
     for kind, pairs in fresh.pairs_by_kind().items():
-        means = {key: value[pairs].mean().item() for key, value in scores.items()}
+        means = {key: value[pairs].nanmean().item() for key, value in scores.items()}
         results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
         share, named = data["by_action"]["share"][pairs], lambda values: dict(zip(ACTIONS, values))
-        by_action = {"share": share.mean(0), "predicted": data["by_action"]["predicted"][pairs].mean(0)}
+        by_action = {"share": share, "predicted": data["by_action"]["predicted"][pairs]}
+        by_action = {key: part.sum(0) / part.sum().clamp(min=1e-9) for key, part in by_action.items()}
         for key in ("recall", "recall_ceiling"):
             by_action[key] = (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
         results[kind] |= {key: named(value.tolist()) for key, value in by_action.items()}
