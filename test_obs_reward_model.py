@@ -375,11 +375,8 @@ def main(args):
     print(f"[INFO] dataset size={rows_of(rows)}, inferred n_agents={args.num_players}")
 
     totals = Totals(args)
-    chunks = math.ceil(rows_of(rows) / 2048)
-    asked = {**rows, "actions": rotated(rows["actions"], args)}
-    for number, (_, out) in enumerate(tqdm(predict(model, asked), total=chunks, desc="testing", leave=False,
-                                           dynamic_ncols=True)):
-        totals.add(pick(rows, slice(2048 * number, 2048 * number + 2048)), out)
+    for begin in tqdm(range(0, rows_of(rows), 2048), desc="testing", leave=False, dynamic_ncols=True):
+        totals.add(model, pick(rows, slice(begin, begin + 2048)))
     results = totals.results()
     print_metrics(results)
     if not args.rotate_actions:
@@ -502,26 +499,12 @@ ROLLOUT_STEPS = (1, 5, 10, 20, 35)
 KEPT_ROWS = 2000  # rows whose values are drawn
 
 
-def rotated(actions, args):
-    """The actions [N, S] as the model gets them: as the planes, unless --rotate-actions says otherwise."""
-    return actions.roll(args.rotate_actions, 0)
-
-
 def window_starts(rows, steps):
     """The rows from which `steps` rows of the same episode follow one another."""
     last = max(0, rows_of(rows) - steps + 1)
     following = rows["episode"][:last] == rows["episode"][steps - 1:]
     following &= rows["clock"][:last] + steps - 1 == rows["clock"][steps - 1:]
     return following.nonzero()[:, 0]
-
-
-@torch.no_grad()
-def predict(model, rows, chunk=2048):
-    """The model's answers to all rows, chunk by chunk: yields these rows and what `forward` gives."""
-    for begin in range(0, rows_of(rows), chunk):
-        part = pick(rows, slice(begin, begin + chunk))
-        left = part["deadline"] - part["clock"]
-        yield part, model(views_of(part), part["actions"].T, part["clock"], left)
 
 
 def psnr(mse):
@@ -591,8 +574,11 @@ class Totals:
         self.bins = torch.zeros(3, 10, dtype=torch.float64)
         self.rows, self.kept, self.worst = 0, [], []
 
-    def add(self, rows, out):
-        """Takes in rows and what the model says of them."""
+    @torch.no_grad()
+    def add(self, model, rows):
+        """Takes in rows and what `forward` says of them."""
+        actions = rows["actions"].roll(self.args.rotate_actions, 0)
+        out = model(views_of(rows), actions.T, rows["clock"], rows["deadline"] - rows["clock"])
         view, reward, true = out["view"], out["reward"], views_of(rows, after=True)
         error, reward_error = (view - true).double(), reward - rows["reward"][0]
         self.rows += len(view)
@@ -654,7 +640,7 @@ def roll_out(model, rows, starts, steps, args):
     exact, breached, views, so_far = [], 0, [view.float()], True
     for step in range(steps):
         true = pick(rows, starts + step)
-        out = model(view, rotated(true["actions"], args).T, true["clock"], left)
+        out = model(view, true["actions"].roll(args.rotate_actions, 0).T, true["clock"], left)
         cell, board = pack(view)
         breaches = count_breaches({**true, "cell": cell, "board": board}, out["view"], out["reward"], args)
         breached = breached + sum(where.long() for where in breaches.values())
