@@ -29,6 +29,7 @@ Letters in shapes:
 import contextlib
 import dataclasses
 import difflib
+import functools
 import hashlib
 import io
 import itertools
@@ -484,12 +485,12 @@ def log_results(args, folder, totals, results, curve, frames):
         writer.add_scalar(f"world_model_test/breaches/{kind.replace(' ', '_')}", count, 0)
     for step, share in enumerate(curve, start=1):
         writer.add_scalar("world_model_test/rollout_exact", share, step)
-    os.makedirs(os.path.join(folder, "pictures"), exist_ok=True)
-    for tag, path in draw_test(args, folder, totals, curve).items():
-        add_picture(writer, tag, path, 0)
+    pictures = os.path.join(folder, "pictures")
+    for tag, picture in draw_test(args, totals, curve).items():
+        save = functools.partial(picture.savefig, dpi=80)
+        add_image(writer, tag, save, 0, os.path.join(pictures, f"{tag}.png"))
     if frames:
-        path = os.path.join(folder, "pictures", "imagined_episode.gif")
-        add_gif(writer, "imagined_episode", frames, 0, path)
+        add_gif(writer, "imagined_episode", frames, 0, os.path.join(pictures, "imagined_episode.gif"))
     writer.close()
 
 
@@ -665,25 +666,21 @@ def tables_exact(model, rows):
 # ==================================================================================== pictures
 
 
-def plot(path, rows, columns, size, title, paint):
-    """Makes a PNG of a grid of axes that paint(axes) fills."""
-    import matplotlib  # here, for only pictures need it
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
+def plot(rows, columns, size, title, paint):
+    """A picture: a grid of axes that paint(axes) fills."""
+    from matplotlib.figure import Figure  # here, for only pictures need it
 
-    figure, axes = plt.subplots(rows, columns, figsize=size, squeeze=False)
+    figure = Figure(size)
+    axes = figure.subplots(rows, columns, squeeze=False)
     paint(axes)
     for axis in axes.flat:
         axis.set_visible(axis.has_data())
     figure.suptitle(title)
     figure.tight_layout()
-    file = io.BytesIO()
-    figure.savefig(file, dpi=80)
-    write_file(path, file.getvalue())
-    plt.close(figure)
+    return figure
 
 
-def draw_sample(sample, path):
+def draw_sample(sample):
     """One row cell by cell, a column each plane: true now and next, predicted with raw values, difference."""
     height, width, planes = sample["true"].shape
     names, difference = plane_names(planes - 3), sample["view"] - sample["true"]
@@ -706,23 +703,18 @@ def draw_sample(sample, path):
     actions = ", ".join(ACTIONS[action] for action in sample["actions"].tolist())
     title = (f"asked for, ego first: {actions}\nreward {sample['reward'].item():.4f}, predicted "
              f"{sample['predicted'].item():.4f}; largest error of a cell {difference.abs().max().item():.2e}")
-    plot(path, 4, planes, (1.9 * planes, 8), title, paint)
+    return plot(4, planes, (1.9 * planes, 8), title, paint)
 
 
-def draw_test(args, folder, totals, curve):
-    """All pictures but the GIF. -> {tag: path}"""
+def draw_test(args, totals, curve):
+    """All pictures but the GIF, by name."""
     kept = {key: torch.cat([part[key] for part in totals.kept])[:KEPT_ROWS] for key in totals.kept[0]}
     worst = {key: torch.cat([part[key] for part in totals.worst]) for key in totals.worst[0]}
     names = plane_names(kept["view"].shape[-1] - 3)
     values, half = (kept["view"].unbind(-1), kept["true"].unbind(-1)), math.ceil(len(names) / 2)
-    paths = {}
-
-    def new(tag):
-        paths[tag] = os.path.join(folder, "pictures", f"{tag}.png")
-        return paths[tag]
-
-    for number, row in enumerate(worst["badness"].argsort(descending=True)[:args.samples].tolist(), start=1):
-        draw_sample({key: column[row] for key, column in worst.items()}, new(f"worst_{number}"))
+    order = worst["badness"].argsort(descending=True)[:args.samples].tolist()
+    pictures = {f"worst_{number}": draw_sample({key: column[row] for key, column in worst.items()})
+                for number, row in enumerate(order, start=1)}
 
     def histograms(axes):
         for axis, name, predicted, true in zip(axes.flat, names, *values):
@@ -730,7 +722,7 @@ def draw_test(args, folder, totals, curve):
                       log=True, label=["true", "predicted"])
             axis.set_title(name)
         axes.flat[0].legend()
-    plot(new("value_histograms"), 2, half, (14, 6), "values of the cells of the next view", histograms)
+    pictures["value_histograms"] = plot(2, half, (14, 6), "values of the cells of the next view", histograms)
 
     def scatter(axes):
         generator = torch.Generator().manual_seed(0)
@@ -738,7 +730,7 @@ def draw_test(args, folder, totals, curve):
             sideways = (torch.rand(true.numel(), generator=generator) - 0.5) * 0.2
             axis.scatter(true.flatten() + sideways, predicted.flatten(), s=2)
             axis.set(title=name, xlabel="true (spread sideways)", ylabel="predicted", xlim=(-0.3, 1.3))
-    plot(new("value_scatter"), 2, half, (14, 6), "predicted against true value of each cell", scatter)
+    pictures["value_scatter"] = plot(2, half, (14, 6), "predicted against true value of each cell", scatter)
 
     def rewards(axes):
         left, right = axes[0]
@@ -746,12 +738,13 @@ def draw_test(args, folder, totals, curve):
         left.set(xlabel="true reward", ylabel="predicted reward")
         right.hist((kept["predicted"] - kept["reward"]).numpy(), bins=41, log=True)
         right.set(xlabel="predicted - true", ylabel="rows")
-    plot(new("reward_scatter"), 1, 2, (11, 4.5), "own reward", rewards)
+    pictures["reward_scatter"] = plot(1, 2, (11, 4.5), "own reward", rewards)
 
     def exactness(axes):
         axes[0][0].plot(range(1, len(curve) + 1), curve, marker=".")
         axes[0][0].set(xlabel="steps without looking", ylabel="share exact to the last cell", ylim=(0, 1.02))
-    plot(new("rollout_exactness"), 1, 1, (7, 4.5), "open-loop rollouts under the true actions", exactness)
+    pictures["rollout_exactness"] = plot(1, 1, (7, 4.5), "open-loop rollouts under the true actions",
+                                         exactness)
 
     def calibration(axes):
         bins, error = totals.calibration()
@@ -760,8 +753,8 @@ def draw_test(args, folder, totals, curve):
         axes[0][0].scatter(means, shares, s=[8 * math.log10(count + 1) for count in cells])
         axes[0][0].set(xlabel="predicted probability", ylabel="share that came true",
                        title=f"expected error {error:.1e}")
-    plot(new("calibration"), 1, 1, (6, 5), "calibration of the cells", calibration)
-    return paths
+    pictures["calibration"] = plot(1, 1, (6, 5), "calibration of the cells", calibration)
+    return pictures
 
 
 def draw_view(view, caption):
@@ -1740,13 +1733,6 @@ def check_weights(weights, asked):
     for name, value in weights.items():
         if value.is_floating_point() and not value.isfinite().all():
             raise Refused(f"{asked}: the weights {name} are not all finite numbers")
-
-
-def add_picture(writer, tag, path, step):
-    """Shows a PNG file in TensorBoard."""
-    from PIL import Image
-
-    writer.add_image(tag, np.asarray(Image.open(path).convert("RGB")), step, dataformats="HWC")
 
 
 COLOURS = ((0, 114, 178), (213, 94, 0), (0, 140, 100), (190, 95, 150), (90, 75, 170), (200, 150, 0),
