@@ -741,30 +741,25 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     """Rows of mixed play on a board. The ego, drawn for each episode, is there in all of them: where it has
     left, the next episode begins."""
     play = MixedPlay(board, max(1, min(512, num_rows // 50)), seed, device, gathered)
-    n, steps, count = board["num_players"], [], 0
+    game, n, steps, count = play.game, board["num_players"], [], 0
     episode, ego = torch.arange(play.num_envs, device=device), play.draw(n)
     while count < num_rows:
+        before, actions = game.state(), play.act()
+        out = game.advance(actions)
+        row = {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
+               "deadline": before["deadline"], "actions": actions.T, "next_cell": game.cell,
+               "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
+               "next_left": game.deadline - game.clock, "reward": out["reward"].T,
+               "terminated": out["ended"].T, "over": out["over"], "episode": episode}
         order = (ego + torch.arange(n, device=device)[:, None]) % n
-        row = record_step(play.game, play.act())
-        row.update({name: row[name].gather(0, order) for name in BY_PLAYER})
-        steps.append({**row, "episode": episode})
+        row |= {name: row[name].gather(0, order) for name in BY_PLAYER}
+        steps.append(row)
         count += play.num_envs
         new = row["terminated"][0]
         play.begin(new)
         episode, ego = episode + new * play.num_envs, torch.where(new, play.draw(n), ego)
     rows = {name: torch.stack([step[name] for step in steps], -1).flatten(-2) for name in steps[0]}
     return {**pick(rows, slice(0, num_rows)), "height": board["height"], "width": board["width"]}
-
-
-def record_step(game, actions):
-    """Plays one joint move [B, N] and does not reset. -> the rows of it, players in order of their seats"""
-    before = game.state()
-    out = game.advance(actions)
-    return {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
-            "deadline": before["deadline"], "actions": actions.T.long(), "next_cell": game.cell,
-            "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
-            "next_left": game.deadline - game.clock,
-            "reward": out["reward"].T, "terminated": out["ended"].T, "over": out["over"]}
 
 
 def place_of(cell, next_cell, width, cells):
@@ -1068,7 +1063,7 @@ class WorldModel(nn.Module):
         return own * present
 
     def loss(self, rows):
-        """The losses of rows of `record_step`, to be added up: dict of planes [N+3], reward, end.
+        """The losses of rows of `collect`, to be added up: dict of planes [N+3], reward, end.
 
         Means over the players that are there. A token that occurs k times counts as sqrt(k) that occur once:
         crowds are rare, and so are hunts that fail.
