@@ -973,13 +973,6 @@ def predict_all(args, run, samples, most=None):
     return each
 
 
-def true_probabilities(samples):
-    """The action probabilities [M, 7] where a player's kind is known, and where its history is (Bayes)."""
-    kind = samples["kind"][samples["game"]]
-    known = samples["kind_probs"].take_along_dim(kind[:, None, None], 1)[:, 0]
-    return known, (samples["posterior"][..., None] * samples["kind_probs"]).sum(1)
-
-
 def score(probs, action, truth, sees_future=False):
     """How well probabilities [M, 7] predict actions [M].
 
@@ -1012,7 +1005,10 @@ PREDICTORS = {"inferred": "goal inferred from the past", "history": "  ceiling: 
 def evaluate(args, run, samples):
     """Scores the networks on held-out samples, beside the ceilings: a dict of what is listed at its end."""
     each, action = predict_all(args, run, samples), samples["action"]
-    known, history = true_probabilities(samples)
+    kind, by_kind = samples["kind"][samples["game"]], samples["kind_probs"]
+    known = by_kind.take_along_dim(kind[:, None, None], 1)[:, 0]  # the true probabilities [M, 7]
+    history = (samples["posterior"][..., None] * by_kind).sum(1)  # the same of who knows but the history
+    each |= {"prob_kind": known, "prob_history": history}
     always = torch.bincount(action, minlength=NUM_ACTIONS) / len(action)
     moa = {"inferred": score(each["prob_inferred"], action, history),
            "history": score(history, action, history),
@@ -1121,7 +1117,6 @@ def write_evaluation(folder, epoch, evaluation, samples):
     """moa_eval_epochN.csv and .npz: scores by action; the confusion matrix, probabilities and labels. -> the
     path, without what ends it"""
     moa, each, action = evaluation["moa"], evaluation["each"], samples["action"]
-    known, history = true_probabilities(samples)
     path = os.path.join(folder, f"moa_eval_epoch{epoch}")
     with io.StringIO(newline="") as file:
         writer = csv.writer(file)
@@ -1136,8 +1131,8 @@ def write_evaluation(folder, epoch, evaluation, samples):
         write_file(path + ".csv", file.getvalue().encode())
     arrays = {"confusion_matrix": confusion_matrix(each["prob_inferred"], action),
               "labels": action.to(torch.uint8), "probabilities": each["prob_inferred"],
-              "probabilities_hindsight": each["prob_hindsight"], "history_known": history,
-              "kind_known": known, "step": samples["step"].to(torch.int16)}
+              "probabilities_hindsight": each["prob_hindsight"], "history_known": each["prob_history"],
+              "kind_known": each["prob_kind"], "step": samples["step"].to(torch.int16)}
     file = io.BytesIO()
     np.savez(file, **{name: array.cpu().numpy() for name, array in arrays.items()})
     write_file(path + ".npz", file.getvalue())
