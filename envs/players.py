@@ -24,7 +24,7 @@ import sys
 
 import numpy as np
 
-from envs.stag_hunt import ACTION_NAMES, HUNT_HARE, HUNT_STAG, MOVES, STAY
+from envs.stag_hunt import ACTION_NAMES, HUNT_HARE, HUNT_STAG, MOVES, STAY, steps_to_nearest
 
 NAMES = ("random", "ns", "nh", "nsh", "patient-K", "noisy-ns", "noisy-nh", "switch-ns-nh", "switch-nh-ns")
 NOISE = 0.2  # how often a noisy player acts at random
@@ -78,19 +78,6 @@ def nearest_prey(planes, legal, num_players, kind):
     steps = steps_to_nearest(prey, free=cells_of(1 - planes[:, :, num_players]))
     return uniform({action for action, (down, right) in MOVES.items()
                     if steps.get((row + down, column + right)) == steps[row, column] - 1})
-
-
-def steps_to_nearest(prey, free):
-    """How many moves each free cell is away from the nearest prey, around obstacles: {cell: steps}."""
-    steps = {cell: 0 for cell in prey}
-    frontier = list(prey)
-    for row, column in frontier:  # grows while it is read: breadth first
-        for down, right in MOVES.values():
-            cell = (row + down, column + right)
-            if cell in free and cell not in steps:
-                steps[cell] = steps[row, column] + 1
-                frontier.append(cell)
-    return steps
 
 
 def cells_of(plane):

@@ -129,19 +129,22 @@ def turned(shape, quarter_turns):
     return [(row - top, column - left) for row, column in shape]
 
 
-def neighbours(cell):
-    """The four cells up, down, left and right of a cell, on the board or not."""
-    row, column = cell
-    return [(row + down, column + right) for down, right in MOVES.values()]
+def steps_to_nearest(targets, free):
+    """How many moves each free cell is away from the nearest target, around obstacles: {cell: steps}."""
+    steps = {cell: 0 for cell in targets}
+    frontier = list(targets)
+    for row, column in frontier:  # grows while it is read: breadth first
+        for down, right in MOVES.values():
+            cell = (row + down, column + right)
+            if cell in free and cell not in steps:
+                steps[cell] = steps[row, column] + 1
+                frontier.append(cell)
+    return steps
 
 
 def hang_together(cells):
     """Whether every cell of a set can be reached from every other by moves inside the set."""
-    reached, frontier = set(), set(list(cells)[:1])
-    while frontier:
-        reached |= frontier
-        frontier = {next_cell for cell in frontier for next_cell in neighbours(cell) if next_cell in cells} - reached
-    return reached == cells
+    return steps_to_nearest(list(cells)[:1], cells).keys() == cells
 
 
 def draw_blocks(height, width, max_blocks, rng):
