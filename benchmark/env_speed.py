@@ -31,7 +31,6 @@ def batched_loop(size, num_envs, dtype):
 
     def play():
         game.step(game.random_actions())
-        return num_envs
     return play
 
 
@@ -45,20 +44,20 @@ def readable_loop(size):
         _, _, _, _, infos = game.step(actions)
         if not game.agents:
             _, infos = game.reset()
-        return 1
     return play
 
 
-def environment_steps_per_second(play):
+def calls_per_second(play):
     """[slowest, ..., fastest] of REPEATS."""
     for _ in range(5):
         play()
     speeds = []
     for _ in range(REPEATS):
-        steps, start = 0, time.perf_counter()
+        calls, start = 0, time.perf_counter()
         while (passed := time.perf_counter() - start) < SECONDS:
-            steps += play()
-        speeds.append(steps / passed)
+            play()
+            calls += 1
+        speeds.append(calls / passed)
     return sorted(speeds)
 
 
@@ -68,11 +67,12 @@ def main():
           "times the readable game |")
     print("|---|---|---|---|---|---|---|")
     for size in SIZES:
-        readable = environment_steps_per_second(readable_loop(size))
+        readable = calls_per_second(readable_loop(size))
         rows = [("readable", "uint8", 1, readable, "")]
         for dtype in (torch.uint8, torch.float32):
             name = str(dtype).removeprefix("torch.")
-            group = [("batched", name, num_envs, environment_steps_per_second(batched_loop(size, num_envs, dtype)))
+            group = [("batched", name, num_envs, [num_envs * speed for speed in
+                                                  calls_per_second(batched_loop(size, num_envs, dtype))])
                      for num_envs in BATCHES]
             best = max(group, key=lambda row: statistics.median(row[3]))
             rows += [row + (" **best**" if row is best else "",) for row in group]

@@ -15,7 +15,6 @@ import os
 import statistics
 import subprocess
 import sys
-import time
 
 import torch
 import tyro
@@ -25,11 +24,10 @@ sys.path.insert(0, os.path.join(HERE, ".."))
 
 import test_obs_reward_model as tester  # noqa: E402
 import train_world_model as script  # noqa: E402
+from env_speed import calls_per_second  # noqa: E402
 
 BOARDS = {"4x4": "4x4", "8x8": "8x8", "5x5, 6 players": "5x5p6"}
 BATCHES = (256, 1024, 4096, 16384)
-REPEATS = 5
-SECONDS = 0.4  # of each repeat
 
 
 @dataclasses.dataclass
@@ -40,20 +38,6 @@ class Args:
     """threads that PyTorch may use"""
     folder: str = os.path.join("runs", "benchmark-model-speed")
     """where the results go"""
-
-
-def transitions_per_second(call, batch):
-    """[slowest, ..., fastest] of REPEATS."""
-    for _ in range(3):
-        call()
-    speeds = []
-    for _ in range(REPEATS):
-        done, start = 0, time.perf_counter()
-        while (passed := time.perf_counter() - start) < SECONDS:
-            call()
-            done += batch
-        speeds.append(done / passed)
-    return sorted(speeds)
 
 
 @torch.no_grad()
@@ -110,7 +94,7 @@ def main(args):
                 for what, call in calls(model, board, batch).items():
                     key = f"{name}|{what}|{batch}|{args.threads}"
                     if key not in done:
-                        done[key] = transitions_per_second(call, batch)
+                        done[key] = [batch * speed for speed in calls_per_second(call)]
                         script.save_json(path, done)
     print(table(done))
     return 0
