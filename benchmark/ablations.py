@@ -15,7 +15,7 @@ import sys
 
 import tyro
 
-from ppo import any_unknown, keep, results, spread
+from common import any_unknown, keep, markdown, results, spread
 from workers import Run, check_workers, work
 
 WIDE = "--height 8 --width 8"
@@ -65,22 +65,22 @@ class Args:
 
 def table(done):
     """The Markdown table of all that is done: {run: [results of each seed]}."""
-    lines = ["| run | seeds | searched | policy alone | by player | true steps to 2.85 | seconds to 2.85 | largest fall, last quarter | "
-             "MOA top-1 / ceiling |", "|" + "---|" * 9]
+    rows = []
     for name, seeds in done.items():
         played = [result["evaluation"].get("searched") or result["evaluation"]["policy"] for result in seeds]
         players = [key for key in played[0] if key.startswith("player_")]
         reached = [result["thresholds"].get("2.85") or {"seconds": None, "true_steps": None} for result in seeds]
         moa = [f"{kind} {spread([scores['moa'][kind]['top1'] for scores in seeds])} / "
                f"{spread([scores['moa'][kind]['top1_ceiling'] for scores in seeds])}" for kind in seeds[0]["moa"]]
-        lines.append("| " + " | ".join([
+        rows.append([
             name, str(len(seeds)),
             spread([r["evaluation"]["searched"]["mean"] if "searched" in r["evaluation"] else None for r in seeds]),
             spread([result["evaluation"]["policy"]["mean"] for result in seeds]),
             " ".join(f"{sum(p[key] for p in played) / len(played):.2f}" for key in players),
             spread([at["true_steps"] for at in reached], 0), spread([at["seconds"] for at in reached], 0),
-            spread([result["largest_fall_in_last_quarter"] for result in seeds]), ", ".join(moa)]) + " |")
-    return "\n".join(lines)
+            spread([result["largest_fall_in_last_quarter"] for result in seeds]), ", ".join(moa)])
+    return markdown(["run", "seeds", "searched", "policy alone", "by player", "true steps to 2.85", "seconds to 2.85",
+                     "largest fall, last quarter", "MOA top-1 / ceiling"], rows)
 
 
 def meeting(name, others):
@@ -116,8 +116,8 @@ def write_table(args):
     text = table(done)
     if met:
         text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
-        text += "| trained | among | return |\n|---|---|---|\n"
-        text += "\n".join(f"| {kind} | {others} | {spread(values)} |" for (kind, others), values in met.items())
+        text += markdown(["trained", "among", "return"],
+                         [[kind, others, spread(values)] for (kind, others), values in met.items()])
     keep(text, os.path.join(args.folder, "ablations.md"))
 
 

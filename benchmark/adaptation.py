@@ -27,7 +27,7 @@ import sys
 import numpy as np
 import tyro
 
-from ppo import any_unknown, keep, results, write
+from common import any_unknown, keep, markdown, results, write
 from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -273,8 +273,7 @@ def write_all(args):
     agents = list(dict.fromkeys(key[1] for key in table.returns if key[1] not in ("random", "exact")))
     texts = []
     for title, others in (("all line-ups", None), ("the poor ones", POOR)):
-        lines = [f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets mean and worst line-up.", "",
-                 f"| player | episodes | {' | '.join(boards)} |", "|---|---|" + "---|" * len(boards)]
+        rows = []
         for agent in agents:
             for span, which in ((span, which) for span, which in SPANS.items() if which.stop <= args.episodes):
                 cells = []
@@ -283,11 +282,11 @@ def write_all(args):
                     middle, low, high = interquartile(scores)
                     cells.append("" if not scores.size else f"{middle:.2f} ({low:.2f} to {high:.2f}) "
                                  f"[{scores.mean():.2f}, {scores.mean(0).min():.2f}]")
-                lines.append(f"| {agent} | {span} | {' | '.join(cells)} |")
-        texts.append("\n".join(lines))
+                rows.append([agent, span, *cells])
+        texts.append(f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets mean and worst "
+                     f"line-up.\n\n{markdown(['player', 'episodes', *boards], rows)}")
     for board in boards:
-        lines = [f"Returns on {board}, episodes 11 to 20, mean over seeds.", "",
-                 "| line-up | random | best (who) | " + " | ".join(agents) + " |", "|---|---|---|" + "---|" * len(agents)]
+        rows = []
         for others, known in table.references[board].items():
             cells = []
             for agent in agents:
@@ -295,9 +294,9 @@ def write_all(args):
                           if key[:2] == (board, agent) and key[3] == others]
                 cells.append(f"{np.mean(values):.2f}" if values else "")
             half = int(10 >= args.episodes // 2)
-            lines.append(f"| {others} | {known['random'][half]:.2f} | {known['best'][half]:.2f} ({known['by'][half]}) | "
-                         f"{' | '.join(cells)} |")
-        texts.append("\n".join(lines))
+            rows.append([others, f"{known['random'][half]:.2f}", f"{known['best'][half]:.2f} ({known['by'][half]})", *cells])
+        texts.append(f"Returns on {board}, episodes 11 to 20, mean over seeds.\n\n"
+                     + markdown(["line-up", "random", "best (who)", *agents], rows))
     keep("\n\n".join(texts), os.path.join(args.folder, "adaptation.md"))
     with open(os.path.join(args.folder, "adaptation.csv"), "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)

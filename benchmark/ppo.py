@@ -13,12 +13,11 @@ import dataclasses
 import json
 import os
 import socket
-import statistics
 import sys
-import time
 
 import tyro
 
+from common import any_unknown, keep, markdown, results, spread, write
 from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -62,29 +61,6 @@ class Args:
     """further flags for every run"""
     workers: int = 1
     """runs side by side on this machine"""
-
-
-def results(folder, name):
-    """What a finished run came to; None of another."""
-    path = os.path.join(folder, name, "results.json")
-    if not os.path.isfile(path):
-        return None
-    with open(path, encoding="utf-8") as file:
-        return json.load(file)
-
-
-def write(path, text):
-    """Writes a file, whole or not at all, for others read it at the same time."""
-    new = f"{path}.{socket.gethostname()}-{os.getpid()}.new"
-    with open(new, "w", encoding="utf-8") as file:
-        file.write(text)
-    while True:
-        try:
-            return os.replace(new, path)
-        except PermissionError:  # Windows, while another reads it
-            if os.name != "nt":
-                raise
-            time.sleep(0.1)
 
 
 def among(folder, name, seed):
@@ -132,46 +108,23 @@ def equal_together(folder, name, seeds):
             f"(limit {limit:.2f}), {verdict}.")
 
 
-def spread(values, digits=3):
-    """Median and range, or how many have a value where some have none."""
-    known = [value for value in values if value is not None]
-    if not known:
-        return f"never ({len(values)} seeds)"
-    text = f"{statistics.median(known):.{digits}f} ({min(known):.{digits}f} to {max(known):.{digits}f})"
-    return text if len(known) == len(values) else f"{text}, {len(values) - len(known)} never"
-
-
 def table(done):
     """The Markdown table of all that is done: {run: [results of each seed]}."""
-    lines = ["| run | seeds | return, sampled | greedy | seconds to 2.85 | true steps to 2.85 | whole run, s | "
-             "value loss | entropy | explained variance | equal players |", "|" + "---|" * 11]
+    rows = []
     for name, seeds in done.items():
         def losses(key):
             return spread([value for result in seeds for value in result["losses"][key].values()], 2)
         never = {"seconds": None, "true_steps": None}
         reached = [result["thresholds"].get("2.85") or never for result in seeds]
         equal = [result["evaluation"]["sampled"]["equal_players"]["equal"] for result in seeds]
-        lines.append("| " + " | ".join([
+        rows.append([
             name, str(len(seeds)), spread([result["evaluation"]["sampled"]["mean"] for result in seeds]),
             spread([result["evaluation"]["greedy"]["mean"] for result in seeds]),
             spread([at["seconds"] for at in reached], 1), spread([at["true_steps"] for at in reached], 0),
             spread([result["seconds"] for result in seeds], 0), losses("value_loss"), losses("entropy"),
-            losses("explained_variance"), f"{sum(equal)} of {len(equal)}"]) + " |")
-    return "\n".join(lines)
-
-
-def any_unknown(names, runs):
-    """Says which of the names stand for no run. -> whether there are any"""
-    unknown = sorted(set(names) - set(runs))
-    if unknown:
-        print(f"error: --only {' '.join(unknown)}: there are {', '.join(runs)}", file=sys.stderr)
-    return bool(unknown)
-
-
-def keep(text, path):
-    """Prints the tables made so far, and writes them to a file."""
-    print(text, flush=True)
-    write(path, text + "\n")
+            losses("explained_variance"), f"{sum(equal)} of {len(equal)}"])
+    return markdown(["run", "seeds", "return, sampled", "greedy", "seconds to 2.85", "true steps to 2.85", "whole run, s",
+                     "value loss", "entropy", "explained variance", "equal players"], rows)
 
 
 def write_table(args):
@@ -185,8 +138,8 @@ def write_table(args):
                 strangers[name] = [among(args.folder, name, seed) for seed in seeds]
     text = table(done)
     for trained, answers in strangers.items():
-        text += f"\n\nPlayer 1 of {trained} among others:\n\n| line-up | return |\n|---|---|\n"
-        text += "\n".join(f"| {line} | {spread([a[line] for a in answers])} |" for line in answers[0])
+        rows = [[line, spread([answer[line] for answer in answers])] for line in answers[0]]
+        text += f"\n\nPlayer 1 of {trained} among others:\n\n{markdown(['line-up', 'return'], rows)}"
     if len(done.get("selfplay-4x4", ())) == len(args.seeds):
         text += "\n\n" + equal_together(args.folder, "selfplay-4x4", args.seeds)
     keep(text, os.path.join(args.folder, "ppo.md"))

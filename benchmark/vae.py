@@ -15,7 +15,7 @@ import sys
 
 import tyro
 
-from ppo import any_unknown, keep, results
+from common import any_unknown, keep, markdown, results
 from workers import Run, check_workers, work
 
 RECON = "--loss recon --vae-size 256 --kl-weight 1e-4 --batch-size 64 --learning-rate 5e-3 --epochs 2"
@@ -54,9 +54,7 @@ def spread(values, digits, factor=1.0):
 
 
 def table(head, rows):
-    """A Markdown table."""
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)]
-    return "\n".join(lines) + "\n"
+    return markdown(head, rows) + "\n"
 
 
 def tables(cases):

@@ -15,7 +15,7 @@ import sys
 
 import tyro
 
-from ppo import any_unknown, keep, results
+from common import any_unknown, keep, markdown, results
 from workers import Run, check_workers, work
 
 FEW = " --rows 10000 --rollouts 500"
@@ -83,20 +83,20 @@ def tables(trained, tested):
     """The Markdown tables of all that is done."""
     percent = lambda share: f"{100 * share:.3f}".rstrip("0").rstrip(".") + " %"
     small = lambda value: f"{value:.1e}"
-    lines = ["| model | seeds | training, s |", "|---|---|---|"]
-    lines += [f"| {name} | {len(runs)} | {spread([r['seconds'] for r in runs], lambda v: f'{v:.0f}')} |"
-              for name, runs in trained.items()]
-    lines += ["", "| model | tested on | seeds | obs MSE | PSNR, dB | reward MSE | views exact | rewards right | ends right | "
-              "breaches | 35 steps open loop exact | tables of the search exact |", "|" + "---|" * 12]
+    trainings = [[name, str(len(runs)), spread([r["seconds"] for r in runs], lambda v: f"{v:.0f}")]
+                 for name, runs in trained.items()]
+    tests = []
     for (model, board), runs in tested.items():
         column = lambda key, form: spread([r[key] for r in runs], form)
-        lines.append("| " + " | ".join([
+        tests.append([
             model, board, str(len(runs)), column("obs_mse", small), column("psnr", lambda v: f"{v:.1f}"),
             column("reward_mse", small), column("exact", percent), column("reward_exact", percent),
             column("end_exact", percent), spread([r["breaches"]["total"] for r in runs], str),
             spread([r["rollout"]["35"] for r in runs], percent),
-            column("tables_exact", percent) if "tables_exact" in runs[0] else ""]) + " |")
-    return "\n".join(lines)
+            column("tables_exact", percent) if "tables_exact" in runs[0] else ""])
+    return markdown(["model", "seeds", "training, s"], trainings) + "\n\n" + markdown(
+        ["model", "tested on", "seeds", "obs MSE", "PSNR, dB", "reward MSE", "views exact", "rewards right", "ends right",
+         "breaches", "35 steps open loop exact", "tables of the search exact"], tests)
 
 
 def write_tables(args):
