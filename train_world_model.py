@@ -472,7 +472,7 @@ class Run(Saved):
         self.generator = seeded(Processes.seed(args.seed), "batches", args.device)
         self.updates = 0
         self.seconds = 0.0  # from the start of the script to the last update
-        self.totals = {}  # name -> (sum, number) of the losses since the last measurement
+        self.totals = {}  # board -> sums of its losses since the last measurement
         self.checked = {}  # the last measurement
 
     def content(self, args):
@@ -528,7 +528,8 @@ def train(args, run, learned, held_out, folder, writer):
                 terms = model.loss(pick(rows, drawn))
                 weights = plane_weights(args.plane_weights, len(rows["cell"]), args.device)
                 loss = loss + (terms["planes"] * weights).sum() + terms["reward"] + terms["end"]
-                count_losses(run.totals, terms, name)
+                each = torch.cat([terms["planes"], terms["reward"][None], terms["end"][None]])
+                run.totals[name] = run.totals.get(name, 0.0) + each.detach()
             optimizer.zero_grad()
             loss.backward()
             check_finite(*Processes.mean_gradients(model, loss), "the loss")
@@ -562,26 +563,18 @@ def plane_weights(weights, num_players, device):
     return torch.tensor(players + list(weights[-3:]), device=device)
 
 
-def count_losses(totals, terms, board):
-    """Adds the losses of one board to the totals, plane by plane."""
-    planes = dict(zip(plane_names(len(terms["planes"]) - 3), terms["planes"].detach().unbind()))
-    for name, value in {**planes, "reward": terms["reward"].detach(), "end": terms["end"].detach()}.items():
-        total, number = totals.get(f"{name}/{board}", (0.0, 0))
-        totals[f"{name}/{board}"] = total + value, number + 1
-
-
 def log_check(writer, run, checks, rate, times):
     """Writes the mean losses since the last measurement, the measurement of each board, and some seconds."""
-    losses = {name: (total / number).item() for name, (total, number) in run.totals.items()}
-    for name, value in losses.items():
-        writer.add_scalar(f"world_model/loss_{name}", value, run.updates)
-    for name, check in checks.items():
-        for key, value in check.items():
-            writer.add_scalar(f"world_model/{key}/{name}", value, run.updates)
-    for tag, seconds in times.items():
-        writer.add_scalar(tag, seconds, run.updates)
-    writer.add_scalar("charts/learning_rate", rate, run.updates)
-    writer.add_scalar("charts/UPS", run.updates / run.seconds, run.updates)
+    losses, many = {}, run.updates - run.checked.get("updates", 0)
+    for board, total in run.totals.items():
+        names = (*plane_names(len(total) - 5), "reward", "end")
+        losses |= {f"{name}/{board}": value for name, value in zip(names, (total / many).tolist())}
+    numbers = {"charts/learning_rate": rate, "charts/UPS": run.updates / run.seconds, **times}
+    numbers |= {f"world_model/loss_{name}": value for name, value in losses.items()}
+    numbers |= {f"world_model/{key}/{board}": value for board, check in checks.items()
+                for key, value in check.items()}
+    for tag, value in numbers.items():
+        writer.add_scalar(tag, value, run.updates)
     run.totals = {}
     run.checked = {"updates": run.updates, "seconds": round(run.seconds, 2), "losses": losses,
                    "boards": checks}

@@ -257,7 +257,7 @@ def test_two_processes_share_a_warm_up_and_have_what_one_has(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("script, learn", [(ppo, "update"), (hop, "learn_policy"), (vae, "learn"),
-                                           (world, "count_losses")], ids=lambda part: getattr(part, "SCRIPT", ""))
+                                           (world, "plane_weights")], ids=lambda part: getattr(part, "SCRIPT", ""))
 def test_a_run_that_one_process_was_told_to_stop_resumes_exactly(tmp_path, script, learn):
     """Only the second gets the signal, in the second update. All stop after it, and go on to the same end."""
 
