@@ -790,33 +790,26 @@ def others_pay(rows):
 
 
 def views_of(rows, after=False):
-    """The ego's views [S, H, W, N+3] of rows, before the step or after it."""
+    """The ego's views [S, H, W, N+3] of rows, zeros and ones (uint8), before the step or after it."""
     cell, board = (rows["next_cell"], rows["next_board"]) if after else (rows["cell"], rows["board"])
-    return unpack(cell, board, rows["height"], rows["width"])
-
-
-def pack(view):
-    """Views [B, H, W, N+3] of zeros and ones, or rounded to such, as cell [N, B] and board [C+1, B]."""
-    on = view > 0.5
-    players = on[..., :-3].flatten(1, 2)  # [B, C, N]
-    cell = torch.where(players.any(1), players.int().argmax(1), players.shape[1])
-    return cell.T.contiguous(), legal_bytes(~on[..., -3], on[..., -2], on[..., -1])
-
-
-def unpack(cell, board, height, width):
-    """cell [N, B] and board [C+1, B] as views [B, H, W, N+3] of zeros and ones (uint8)."""
     players = torch.zeros(len(cell), *board.shape, dtype=torch.uint8, device=board.device)
     players.scatter_(1, cell[:, None], 1)
     ground = torch.stack([board >> STAY & 1 ^ 1, board >> HUNT_STAG & 1, board >> HUNT_HARE])
-    return torch.cat([players, ground])[:, :-1].unflatten(1, (height, width)).permute(3, 1, 2, 0)
+    planes = torch.cat([players, ground])[:, :-1]
+    return planes.unflatten(1, (rows["height"], rows["width"])).permute(3, 1, 2, 0)
 
 
-def legal_bytes(free, stags, hares):
-    """Which actions are legal on each cell, from planes [B, H, W] of free cells and prey: board [C+1, B]."""
+def pack(view):
+    """The reverse: views [B, H, W, N+3], rounded, as cell [N, B] and board [C+1, B], legal moves computed."""
+    on = view > 0.5
+    players = on[..., :-3].flatten(1, 2)  # [B, C, N]
+    cell = torch.where(players.any(1), players.int().argmax(1), players.shape[1])
+    free, stags, hares = ~on[..., -3], on[..., -2], on[..., -1]
     around = F.pad(free.to(torch.uint8), (1, 1, 1, 1))
     board = (around[:, :-2, 1:-1] | around[:, 2:, 1:-1] << 1 | around[:, 1:-1, :-2] << 2
              | around[:, 1:-1, 2:] << 3 | STAY_BIT | stags * STAG_BIT | hares * HARE_BIT) * free
-    return F.pad(board.to(torch.uint8).flatten(1), (0, 1), value=STAY_BIT).T.contiguous()
+    board = F.pad(board.to(torch.uint8).flatten(1), (0, 1), value=STAY_BIT)
+    return cell.T.contiguous(), board.T.contiguous()
 
 
 def plane_names(num_players):

@@ -66,7 +66,7 @@ def test_views_are_those_of_the_game(text):
     observation, n = game.observe(), game.num_players
     for ego in range(n):
         cell = game.cell[(ego + torch.arange(n)) % n]
-        view = script.unpack(cell, game.board, game.height, game.width)
+        view = script.views_of({"cell": cell, "board": game.board, "height": game.height, "width": game.width})
         assert torch.equal(view, observation["observation"][:, ego])
         assert torch.equal(tester.legal_actions(view), observation["action_mask"][:, ego])
         packed, packed_board = script.pack(view)
@@ -239,7 +239,7 @@ def test_the_tables_are_the_networks(text, gives):
     reach = script.neighbours(rows["height"], rows["width"], "cpu")[rows["cell"]]
     reach = torch.cat([reach, torch.full_like(reach[..., :1], tables.cells)], -1)
     assert torch.equal(state["cell"], reach.gather(-1, places[..., None])[..., 0])
-    planes = script.unpack(state["cell"], state["board"], rows["height"], rows["width"])
+    planes = script.views_of({**rows, "cell": state["cell"], "board": state["board"]})
     assert torch.equal(planes[..., -3:], (out["view"][..., -3:] > 0.5).to(torch.uint8))
     assert torch.allclose(reward, out["reward"], atol=1e-4)
 
@@ -381,11 +381,10 @@ def test_measure_is_its_formula(model):
 
 def one_row(players, prey=(), blocks=(), actions=(4, 4)):
     """A 3x3 row with two players: where they are, {cell: plane of its prey}, obstacles, actions."""
-    planes = torch.zeros(3, 1, 9, dtype=torch.uint8)  # obstacles, stags, hares
+    planes = torch.zeros(1, 9, 3)  # obstacles, stags, hares
     for cell, plane in [*dict(prey).items(), *((cell, 0) for cell in blocks)]:
-        planes[plane, 0, cell] = 1
-    blocks, stags, hares = planes.unflatten(2, (3, 3))
-    return {"cell": torch.tensor(players)[:, None], "board": script.legal_bytes(1 - blocks, stags, hares),
+        planes[0, cell, plane] = 1
+    return {"cell": torch.tensor(players)[:, None], "board": script.pack(planes.unflatten(1, (3, 3)))[1],
             "actions": torch.tensor(actions)[:, None], "height": 3, "width": 3}
 
 
