@@ -497,7 +497,7 @@ def log_results(args, folder, totals, results, curve, frames):
 # =================================================================================== measuring
 
 ROLLOUT_STEPS = (1, 5, 10, 20, 35)
-KEPT_ROWS = 2000  # rows whose values are drawn
+KEPT_ROWS = 2000  # rows whose values are drawn, the first
 
 
 def window_starts(rows, steps):
@@ -573,7 +573,7 @@ class Totals:
         self.args, self.sums, self.breaches, self.by_catch = args, {}, {}, {}
         # by the predicted value of cells: how many, the sum of the values, how many came true
         self.bins = torch.zeros(3, 10, dtype=torch.float64)
-        self.rows, self.kept, self.worst = 0, [], []
+        self.rows, self.kept, self.worst = 0, None, []
 
     @torch.no_grad()
     def add(self, model, rows):
@@ -607,8 +607,7 @@ class Totals:
         badness = error.abs().flatten(1).amax(1) + reward_error.abs()
         keep = {"before": views_of(rows), "true": true, "view": view, "reward": rows["reward"][0],
                 "predicted": reward, "badness": badness, "actions": rows["actions"].T}
-        if sum(len(part["reward"]) for part in self.kept) < KEPT_ROWS:
-            self.kept.append({key: column.cpu() for key, column in keep.items()})
+        self.kept = self.kept or {key: column[:KEPT_ROWS].cpu() for key, column in keep.items()}
         worst = badness.topk(min(self.args.samples, len(badness))).indices
         self.worst.append({key: column[worst].cpu() for key, column in keep.items()})
 
@@ -708,7 +707,7 @@ def draw_sample(sample):
 
 def draw_test(args, totals, curve):
     """All pictures but the GIF, by name."""
-    kept = {key: torch.cat([part[key] for part in totals.kept])[:KEPT_ROWS] for key in totals.kept[0]}
+    kept = totals.kept
     worst = {key: torch.cat([part[key] for part in totals.worst]) for key in totals.worst[0]}
     names = plane_names(kept["view"].shape[-1] - 3)
     values, half = (kept["view"].unbind(-1), kept["true"].unbind(-1)), math.ceil(len(names) / 2)
