@@ -95,7 +95,6 @@ class Processes:
 
     rank, size, store = 0, 1, None
     spent = []  # seconds of each message, and of the wait for whoever came last to it
-    rooms = {}  # by network, where its gradients are put together
 
     @classmethod
     @contextlib.contextmanager
@@ -182,11 +181,11 @@ class Processes:
         return told.tolist()
 
     @classmethod
-    def mean(cls, *parts, room=None):
-        """Tensors, each the mean over all processes, in one message (in `room`, if there is any)."""
+    def mean(cls, *parts):
+        """Tensors, each the mean over all processes, in one message."""
         if cls.size == 1:
             return parts
-        flat = torch.cat([part.detach().float().flatten() for part in parts], out=room)
+        flat = torch.cat([part.detach().float().flatten() for part in parts])
         cls.call(torch.distributed.all_reduce, flat)
         means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
@@ -197,12 +196,10 @@ class Processes:
         if cls.size == 1:
             return figures
         learning = [part for part in network.parameters() if part.grad is not None]
-        # fresh memory is slow
-        room = cls.rooms.setdefault(network, torch.empty(0, device=learning[0].device))
-        means = cls.mean(*figures, *(part.grad for part in learning), room=room)
+        means = cls.mean(*figures, *(part.grad for part in learning))
         for part, mean in zip(learning, means[len(figures):]):
             part.grad = mean
-        return [figure.clone() for figure in means[:len(figures)]]
+        return [figure.clone() for figure in means[:len(figures)]]  # without the gradients' memory
 
 
 if __name__ == "__main__":
