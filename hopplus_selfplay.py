@@ -1588,10 +1588,10 @@ class Imagination(Saved):
     """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own
     policy, and the warm-up's model of others moves its partners.
 
-    A partner is a type, weights of hypotheses [H] (`Replay.cast`): what the warm-up's inference knew of a
-    player at the end of a recorded meeting. Type and present view give its goal, the goal its action. A few
-    are like nobody on record, so that beliefs which fit nobody are met, too. A partner stays from episode to
-    episode, MEETING on average, and the player's belief about it follows what it does, as in real games.
+    A partner is a type, weights of hypotheses [H] (`cast`): what the warm-up's inference knew of a player at
+    the end of a recorded meeting. Type and present view give its goal, the goal its action. A few are like
+    nobody on record, so that beliefs which fit nobody are met, too. A partner stays from episode to episode,
+    MEETING on average, and the player's belief about it follows what it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
@@ -1608,6 +1608,21 @@ class Imagination(Saved):
         self.generator = seeded(Processes.seed(args.seed), "imagination", args.device)
         self.state = self.memory = self.types = None
 
+    @functools.cached_property
+    @torch.no_grad()
+    def cast(self):
+        """What the warm-up's inference knows of each player at the end of each recorded meeting [N, B, H]."""
+        known, record, answer = self.table.networks.known, self.replay.record, []
+        row = lambda part: part.transpose(0, 1).flatten(1, 2)[None]  # players side by side: [1, T, N * B, ..]
+        for first in range(0, record["over"].shape[-1], 32):
+            part = {name: each[..., first:first + 32] for name, each in record.items()}
+            x, action = row(look_back(self.table.views, part)), row(part["actions"]).long()
+            seen, memory = row(part["present"]), known.start(x.shape[2])
+            for t in range(x.shape[1]):
+                memory = known.remember(memory, known.look(x[:, t])[2], action[:, t], seen[:, t])
+            answer.append(memory[0].unflatten(0, (len(part["cell"]), -1)))
+        return torch.cat(answer, 1)
+
     def draw_starts(self, num_steps):
         """Draws a position of recorded games for each player, game and step to come: [.., T, L * games]."""
         table, record = self.table, self.replay.record
@@ -1622,7 +1637,7 @@ class Imagination(Saved):
 
     def draw_types(self):
         """Partners for every game, should a meeting begin: [P, games, H]; 0 for those like nobody."""
-        cast = self.replay.cast[self.table.pairs]
+        cast = self.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
         others = len(cast) // self.shape[0]
@@ -1694,14 +1709,12 @@ class Replay(Saved):
               goal in hindsight; memory [P, H, stretch], as it was before the stretch
     recorded  the same of the record
     record    the whole games of the warm-up, dict of [.., T, B]
-    cast      what the warm-up's inference knew of each player at the end of each of them [N, B, H]
     """
 
-    saved = ("real", "record", "cast")
+    saved = ("real", "record")
 
     def __init__(self, args, table, record):
         self.args, self.table, self.record, self.real = args, table, record, {}
-        self.cast = None if record is None else follow_record(table, record)
 
     @functools.cached_property
     def recorded(self):
@@ -1766,21 +1779,6 @@ def look_back(views, data):
     """All views of recorded states [.., T, B]: [N, T, B, K]."""
     shape = data["clock"].shape
     return views.look({name: data[name].flatten(-2) for name in STATE}).unflatten(1, shape)
-
-
-@torch.no_grad()
-def follow_record(table, record):
-    """What the warm-up's inference knows of each player at the end of each recorded meeting: [N, B, H]."""
-    known, answer = table.networks.known, []
-    row = lambda part: part.transpose(0, 1).flatten(1, 2)[None]  # players side by side: [1, T, N * B, ...]
-    for first in range(0, record["over"].shape[-1], 32):
-        part = {name: each[..., first:first + 32] for name, each in record.items()}
-        x, action, seen = row(look_back(table.views, part)), row(part["actions"]).long(), row(part["present"])
-        memory = known.start(x.shape[2])
-        for t in range(x.shape[1]):
-            memory = known.remember(memory, known.look(x[:, t])[2], action[:, t], seen[:, t])
-        answer.append(memory[0].unflatten(0, (len(part["cell"]), -1)))
-    return torch.cat(answer, 1)
 
 
 def best_steps(worth, ends, horizon):
