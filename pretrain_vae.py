@@ -522,10 +522,10 @@ class Run(Saved):
 
 
 def main(args):
-    args = resolve_flags(args, free=("epochs",))
+    args = resolve_flags(args)
     check_flags(args)
     prepare_torch(args)
-    checkpoint = load_run(args, free=("epochs",))
+    checkpoint = load_run(args)
     args, games, samples, held_out = make_samples(args)
     run = Run(args, len(samples["length"]))
     if checkpoint is not None:
@@ -1841,6 +1841,7 @@ def sample_actions(probabilities, generator):
 
 
 ANYTHING_GOES = ("resume", "threads", "save_every")  # flags that a resumed run may be given anew
+MAY_GROW = ("total_timesteps", "epochs")  # flags of which it may be given more
 
 
 def is_of(value, kind):
@@ -1877,20 +1878,20 @@ def read_config(args):
     return saved
 
 
-def resolve_flags(args, free=("total_timesteps",)):
-    """With --resume, takes over that run's flags; one given again must be the same, or larger and `free`."""
+def resolve_flags(args):
+    """With --resume, takes over that run's flags; one given again must be the same, or one that may change."""
     if args.resume is None:
         return args
     saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
         left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
-        if left_out or given == before or field.name == "resume":
+        if left_out or given == before:
             continue
-        if field.name not in ANYTHING_GOES and (field.name not in free or given < before):
+        if field.name not in ANYTHING_GOES and (field.name not in MAY_GROW or given < before):
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
-    return dataclasses.replace(args, **{**saved, "resume": args.resume})
+    return dataclasses.replace(args, **saved)
 
 
 def prepare_torch(args):
@@ -2042,7 +2043,7 @@ def made_with():
             "instructions": torch.backends.cpu.get_cpu_capability()}
 
 
-def load_run(args, free=("total_timesteps",)):
+def load_run(args):
     """The checkpoint of --resume; None without one, also where a run was left before its first."""
     if args.resume is None:
         return None
@@ -2064,7 +2065,7 @@ def load_run(args, free=("total_timesteps",)):
         raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
-        if now != value and name not in ANYTHING_GOES and (name not in free or now < value):
+        if now != value and name not in ANYTHING_GOES and (name not in MAY_GROW or now < value):
             raise Refused(f"{flag(name)} {now} in the config.json of {asked} does not go with its "
                           f"checkpoint, which has {value}")
     others = checkpoint.get("others", [])
