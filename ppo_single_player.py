@@ -647,15 +647,13 @@ def log_pictures(args, writer, run, data, folder):
 def record_episode(args, agent, seed):
     """Plays one episode for a picture. -> frames"""
     table = Table(args, 1, seed, agent)
-    total, frames, over = torch.zeros(len(args.players)), [], False
-    while not over:
-        caption = "returns " + " ".join(f"{value:.4g}" for value in total.tolist())
-        frames.append(draw_board(table.game, 0, f"step {int(table.game.clock)}  {caption}"))
+    total, frames = torch.zeros(len(args.players)), []
+    returns = lambda: "returns " + " ".join(f"{value:.4g}" for value in total.tolist())
+    while not table.over:
+        frames.append(draw_board(table.game, 0, f"step {int(table.game.clock)}  {returns()}"))
         with torch.no_grad():
-            out = table.play(table.act()[0], restart=False)
-        total, over = total + out["reward"][0].cpu(), bool(out["over"])
-    caption = "returns " + " ".join(f"{value:.4g}" for value in total.tolist())
-    return frames + [draw_board(table.game, 0, f"over  {caption}")]
+            total += table.play(table.act()[0], restart=False)["reward"][0].cpu()
+    return frames + [draw_board(table.game, 0, f"over  {returns()}")]
 
 
 def evaluate(args, agent, episodes, greedy, seed):
@@ -671,12 +669,11 @@ def play_episodes(args, agent, num_envs, episodes, greedy, seed):
     table = Table(args, num_envs, seed, agent)
     finished, steps = [], 0
     for _ in range(episodes):
-        total, running = 0.0, torch.ones_like(table.game.clock, dtype=torch.bool)
-        while running.any():
-            out = table.play(table.act(greedy)[0], restart=False)
-            total = total + out["reward"] * running[:, None]
+        total = 0.0
+        while not table.over.all():
+            running = ~table.over
+            total = total + table.play(table.act(greedy)[0], restart=False)["reward"] * running[:, None]
             steps += int(running.sum())
-            running = running & ~out["over"]
         finished.append(total)
         table.restart()
     return torch.stack(finished), steps
@@ -904,11 +901,10 @@ def rollout(args, table, returns):
     whole_episodes = args.buffer == "episodes"
     if whole_episodes:
         table.restart()
-    steps, running = [], torch.ones_like(table.game.clock, dtype=torch.bool)
-    played, memory = torch.zeros_like(table.game.clock), table.memory
+    steps, played, memory = [], torch.zeros_like(table.game.clock), table.memory
     for _ in range(args.final_time if whole_episodes else args.num_steps):
         actions, step = table.act()
-        left = args.final_time - 1 - table.game.clock  # after this step
+        left, running = args.final_time - 1 - table.game.clock, ~table.over  # left: after this step
         out = table.play(actions, restart=not whole_episodes)
         returns.add(out["reward"] * running[:, None], out["over"] & running)
         step["rewards"] = table.learner_rows(out["reward"]) * args.reward_scale
@@ -921,8 +917,6 @@ def rollout(args, table, returns):
             step["ends"], step["parted"] = table.learner_rows(ends).unbind(-1)
         steps.append(step)
         played += running
-        if whole_episodes:
-            running = running & ~out["over"]
     data = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
     last, _, _ = table.think(table.views.look(table.game.state()))
     data["values"] = torch.cat([data["values"], last["values"][None]])
