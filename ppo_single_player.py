@@ -780,9 +780,8 @@ class Table(Saved):
             self.seats = self.seats.T
         self.learner_of = {self.names[seat]: learner for learner, seats in enumerate(self.seats.tolist())
                            for seat in seats}
-        if self.learner_seats:
-            kind = {"none": Agent, "gru": RecurrentAgent}[args.memory]
-            self.agent = agent or kind(len(self.seats), self.views, args.hidden_size, args.seed).to(device)
+        kind = {"none": Agent, "gru": RecurrentAgent}[args.memory]
+        self.agent = agent or kind(len(self.seats), self.views, args.hidden_size, args.seed).to(device)
         if self.trained_seats:
             self.trained = load_policies([name for name in players if ".pt:" in name], self.views).to(device)
         self.memory = self.told = None
@@ -812,17 +811,16 @@ class Table(Saved):
     def act(self, greedy=False):
         """-> one joint move [B, N], and what learners saw, did and thought of it: a dict of [L, M]"""
         x = self.views.look(self.game.state())  # [N, B, K]
-        actions, step = self.lineup.act(self.game), {}
+        actions = self.lineup.act(self.game)
         if self.trained_seats:
             log_probs, _ = self.trained(x[self.trained_seats])
             actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
-        if self.learner_seats:
-            step, log_probs, self.memory = self.think(x)
-            probs = log_probs.exp()
-            step["actions"] = log_probs.argmax(-1) if greedy else sample_actions(probs, self.generator)
-            step["logprobs"] = log_probs.gather(-1, step["actions"][..., None]).squeeze(-1)
-            step["entropy"] = -(probs * log_probs).sum(-1)
-            actions[:, self.seats] = step["actions"].unflatten(1, (-1, self.seats.shape[1])).transpose(0, 1)
+        step, log_probs, self.memory = self.think(x)
+        probs = log_probs.exp()
+        step["actions"] = log_probs.argmax(-1) if greedy else sample_actions(probs, self.generator)
+        step["logprobs"] = log_probs.gather(-1, step["actions"][..., None]).squeeze(-1)
+        step["entropy"] = -(probs * log_probs).sum(-1)
+        actions[:, self.seats] = step["actions"].unflatten(1, (-1, self.seats.shape[1])).transpose(0, 1)
         return actions, step
 
     def play(self, actions, restart=True):
