@@ -726,8 +726,8 @@ def train(args):
     except NotFinite as failure:
         content = {**run.players(args), "run": run.state_dict()}
         keep_bad_state(folder, content, failure, f"after {run.timesteps} steps")
+    log.bar.close()
     if stopped:
-        log.bar.close()
         print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
     elif not Processes.rank:
         report(args, folder, run, log)
@@ -801,9 +801,6 @@ class Log:
     def add(self, tag, value):
         self.writer.add_scalar(tag, value, self.run.timesteps)
 
-    def speed(self):
-        return (self.run.timesteps - self.begun_at) / (time.perf_counter() - self.begun)
-
     def update(self, real, dream, figures):
         """Takes in an update. Figures [L] are shown as their mean, those of moa/ [P] by kind of co-player."""
         args, run, table, last = self.args, self.run, self.run.table, self.run.returns.last
@@ -835,7 +832,7 @@ class Log:
         self.spent.clear()  # pictures are not drawn in each update
         for tag, spent in Processes.times().items():
             self.add(tag, spent)
-        self.add("charts/SPS", self.speed())
+        self.add("charts/SPS", (run.timesteps - self.begun_at) / (time.perf_counter() - self.begun))
         self.bar.update(run.timesteps - self.bar.n)
         self.clock("logging")
 
@@ -849,7 +846,6 @@ class Log:
 
 def report(args, folder, run, log):
     """Evaluates the trained players, prints the tables and writes results.json."""
-    log.bar.close()
     print("measuring what was learned ...")
     table, measured = run.table, 0  # measured: true-game steps from which nothing was learned
     speed = run.timesteps / max(run.seconds - run.warmup_seconds, 1e-3)
