@@ -752,7 +752,7 @@ def play_and_learn(args, folder, run, log):
             log.bar.refresh()  # the first return is told as soon as it is known
             log.clock("real_games")
             run.replay.add(real)
-            figures = score_models(run.table, real)
+            figures, _ = score_models(run.table, real)
             log.clock("scores")
             dream = run.imagination.play(args.num_steps) if run.imagination else None
             log.clock("imagination")
@@ -2008,13 +2008,13 @@ def evaluate(args, table, episodes, search, seed):
 
 @torch.no_grad()
 def score_models(table, real, draws=4):
-    """How well the models of others predict, beside the best that one could do: dict of [P].
+    """How well the models of others predict, from x, true_probs, mean, logvar [T, .., B, ..] and seen
+    [P, T, B].
 
-    real holds x, true_probs, mean, logvar [T, .., B, ..] and seen [P, T, B], and gets by_action [P, 7]: the
-    share of each action, the mean probability predicted for it, and its recall, that predicted where it is
-    taken; and where [P, 7, 7], what is predicted of all actions where each is taken. top1 is the true
-    probability of the action held most likely. Where the true ones are not known (players from files), or
-    nobody was seen, scores are nan.
+    -> scores beside the best that one could do, dict of [P]: top1 is the true probability of the action held
+    most likely; nan where the true ones are not known (players from files), or nobody was seen. And by
+    action, dict of [P, 7]: its share, the mean probability predicted for it, and its recall, that predicted
+    where it is taken; and where [P, 7, 7], what is predicted of all actions where each is taken
     """
     others, pairs = table.networks.others, table.pairs
     x = real["x"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, K]
@@ -2038,10 +2038,10 @@ def score_models(table, real, draws=4):
     taken = (truth * weight[..., None]).sum(1)  # [P, 7]
     recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
     where = (truth * weight[..., None]).mT @ predicted / taken[..., None].clamp(min=1e-9)
-    real["by_action"] = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9), "where": where,
-                         "predicted": (where * taken[..., None]).sum(1) / weight.sum(1)[:, None].clamp(min=1),
-                         "recall": recall(predicted), "recall_ceiling": recall(truth)}
-    return {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
+    by_action = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9), "where": where,
+                 "predicted": (where * taken[..., None]).sum(1) / weight.sum(1)[:, None].clamp(min=1),
+                 "recall": recall(predicted), "recall_ceiling": recall(truth)}
+    return {key: torch.where(known, value, torch.nan) for key, value in scores.items()}, by_action
 
 
 def belief_accuracy(mean, logvar, goal, weight):
@@ -2075,29 +2075,31 @@ def report_models(args, table, decisions=2_000, searches=16):
         found += int(out["present"][fresh.seats].sum())
     data = {key: torch.stack([step[key] for step in steps]) for key in ("x", "true_probs", "mean", "logvar")}
     data["seen"] = torch.stack([step["seen"] for step in steps], 1)
-    scores = {key.removeprefix("moa/"): value for key, value in score_models(fresh, data, draws=16).items()}
+    scores, by_action = score_models(fresh, data, draws=16)
+    scores = {key.removeprefix("moa/"): value for key, value in scores.items()}
+    finite = lambda score: None if math.isnan(score) else score
     results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
     columns = ("top1", "top1_ceiling", "top3", "top3_ceiling", "cross_entropy", "cross_entropy_floor")
     for kind, pairs in fresh.pairs_by_kind().items():
         means = {key: value[pairs].nanmean().item() for key, value in scores.items()}
-        results[kind] = {key: None if math.isnan(mean) else mean for key, mean in means.items()}
-        share, named = data["by_action"]["share"][pairs], lambda values: dict(zip(ACTIONS, values))
-        by_action = {"share": share, "predicted": data["by_action"]["predicted"][pairs]}
-        by_action = {key: part.sum(0) / part.sum().clamp(min=1e-9) for key, part in by_action.items()}
+        results[kind] = {key: finite(mean) for key, mean in means.items()}
+        share, named = by_action["share"][pairs], lambda values: dict(zip(ACTIONS, values))
+        told = {"share": share, "predicted": by_action["predicted"][pairs]}
+        told = {key: part.sum(0) / part.sum().clamp(min=1e-9) for key, part in told.items()}
         for key in ("recall", "recall_ceiling"):
-            by_action[key] = (data["by_action"][key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
-        results[kind] |= {key: named(value.tolist()) for key, value in by_action.items()}
-        where = (data["by_action"]["where"][pairs] * share[..., None]).sum(0)
+            told[key] = (by_action[key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
+        results[kind] |= {key: named(value.tolist()) for key, value in told.items()}
+        where = (by_action["where"][pairs] * share[..., None]).sum(0)
         where = where / share.sum(0)[:, None].clamp(min=1e-9)
         results[kind]["predicted_where_taken"] = named(map(named, where.tolist()))
         rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
     by_pair = {}
     for pair, (reader, other) in enumerate(zip(fresh.readers.tolist(), fresh.pairs.tolist())):
-        loss, hits = (scores[key][pair].item() for key in ("cross_entropy", "top1"))
-        share, recall = (data["by_action"][key][pair].tolist() for key in ("share", "recall"))
+        loss, hits = (finite(scores[key][pair].item()) for key in ("cross_entropy", "top1"))
+        share, recall = (by_action[key][pair].tolist() for key in ("share", "recall"))
         by_pair[f"{fresh.names[reader]}_of_{fresh.names[other]}"] = {
-            "loss": None if math.isnan(loss) else loss, "hits": None if math.isnan(hits) else hits,
+            "loss": loss, "hits": hits,
             "recall": {action: part for action, part, met in zip(ACTIONS, recall, share) if met > 0}}
     return results, by_pair, played
 

@@ -565,7 +565,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
     assert table.known.tolist() == [True, True, True, False]
     real = script.play_steps(table, script.Returns(6, 4, "cpu"), 16, "none")
     script.Replay(args, table, None).add(real)
-    scores = script.score_models(table, real)
+    scores, _ = script.score_models(table, real)
     for value in scores.values():
         assert value.isnan().tolist() == [False, False, True]
     with torch.no_grad():
