@@ -1202,12 +1202,6 @@ class Views:
         """Which actions are legal in views [..., K]: [..., 7]."""
         return ((x[..., -3, None] - self.first_legal) >> self.action_bits & 1).bool()
 
-    def features(self, x):
-        """The features that the facts of views [..., K] stand for, each a count or a share: [..., F]."""
-        counts = torch.zeros(*x.shape[:-1], self.num_facts, device=x.device)
-        counts.scatter_add_(-1, x.long(), torch.ones_like(x, dtype=counts.dtype))
-        return torch.cat([counts[..., :self.nothing], counts[..., self.nothing:] @ self.meaning], -1)
-
 
 # ================================================================================= networks
 

@@ -137,6 +137,13 @@ def test_ppo_loss_equals_the_slow_one_and_ignores_the_absent():
 # --------------------------------------------------------------------------------------- symmetry
 
 
+def features_of(views, x):
+    """The features that the facts of views [..., K] stand for, each a count or a share: [..., F]."""
+    counts = torch.zeros(*x.shape[:-1], views.num_facts)
+    counts.scatter_add_(-1, x.long(), torch.ones_like(x, dtype=counts.dtype))
+    return torch.cat([counts[..., :views.nothing], counts[..., views.nothing:] @ views.meaning], -1)
+
+
 def test_views_turn_with_the_players_and_show_the_nearest_cells():
     game = script.BatchedStagHunt(30, height=5, width=6, max_blocks=1, hares=2, seed=2)
     players = script.Lineup(["random", "nh", "random", "random"], game)
@@ -151,7 +158,7 @@ def test_views_turn_with_the_players_and_show_the_nearest_cells():
     observed = game.observe()
     assert torch.equal(views.mask(x), observed["action_mask"].transpose(0, 1))
     side, planes = 2 * script.SIGHT + 1, 6
-    features = views.features(x)
+    features = features_of(views, x)
     window = features[..., :side * planes * side].unflatten(-1, (side, planes, side))
     previous = features[..., side * planes * side:][..., :4 * 7].unflatten(-1, (4, 7))
     assert torch.equal(previous.argmax(-1).transpose(0, 1), observed["actions"].long())
@@ -180,7 +187,7 @@ def test_a_first_layer_is_the_product_with_the_features():
     x = views.look(game.state())
     layer = script.FirstLayer(4, views, 8, seed=1)
     torch.nn.init.normal_(layer.bias)
-    dense = torch.baddbmm(layer.bias, views.features(x), layer.weight)
+    dense = torch.baddbmm(layer.bias, features_of(views, x), layer.weight)
     assert torch.allclose(layer(x), dense, atol=1e-5)
     weight = torch.randn(4, 200, 8)
     one = torch.autograd.grad((layer(x) * weight).sum(), layer.parameters())
