@@ -333,28 +333,6 @@ def check_memory(args, needs):
 class Saved:
     """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
 
-    saved = ()
-
-    def state_dict(self):
-        """The state by name, for a checkpoint."""
-        state = {}
-        for name in self.saved:
-            part = getattr(self, name)
-            get = getattr(part, "state_dict", None) or getattr(part, "get_state", None)
-            state[name] = get() if get else part
-        return state
-
-    def load_state_dict(self, state):
-        """Goes on from a state, or from a part of one."""
-        for name, value in state.items():
-            part = getattr(self, name)
-            if isinstance(part, torch.Generator):
-                part.set_state(value.cpu())
-            elif hasattr(part, "load_state_dict"):
-                part.load_state_dict(value)
-            else:
-                setattr(self, name, value)
-
 
 def seeded(seed, what, device="cpu"):
     """A random generator for one thing, `what`: from one seed, different things draw different numbers."""
@@ -1329,8 +1307,6 @@ class BatchedStagHunt(Saved):
     These tensors are replaced, never written into: one that was handed out stays as it is. B comes last, for
     operations on long rows are fast; what `advance` and `observe` hand out is turned to [B, N, ...].
     """
-
-    saved = STATE + ("pool_cell", "pool_board", "pool_next", "generator")
 
     def __init__(self, num_envs, height=4, width=4, num_players=4, stags=1, hares=4, max_blocks=0,
                  final_time=35, stag_reward=10.0, hare_reward=1.0, stag_hunters=2, time_reward=0.0,
