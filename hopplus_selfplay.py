@@ -935,15 +935,14 @@ def record_meetings(args):
     """
     device, game = args.device, make_game(args, args.warmup_meetings, args.seed + 7)
     generator = seeded(args.seed, "meetings", device)
-    rules = [player_rule(name) for name in args.warmup_players]
-    rules = torch.tensor(rules, dtype=torch.float64, device=device)
+    rules = torch.tensor([player_rule(name) for name in args.warmup_players], device=device)
     kind = torch.randint(len(rules), (game.num_envs, game.num_players), generator=generator, device=device)
     alike = torch.arange(game.num_envs, device=device)[:, None] % 2 == 0
     rule = rules[torch.where(alike, kind[:, :1], kind)].float()
-    never, steps = torch.zeros(game.num_envs, dtype=torch.bool, device=device), []
+    steps = []
     for _ in range(2 * max(args.final_time, 36)):
         state = game.state()
-        out = game.advance(sample_actions(rule_probabilities(game, rule, never), generator))
+        out = game.advance(sample_actions(rule_probabilities(game, rule), generator))
         steps.append({**state, "actions": out["action"].T, "present": out["present"].T, "over": out["over"],
                       "ends": out["ended"].T})
         game.reset(out["over"])
@@ -1147,8 +1146,7 @@ class MixedPlay:
     def act(self):
         """What all players ask for: [B, N]."""
         game = self.game
-        nobody = torch.zeros_like(self.hesitates)
-        actions = sample_actions(rule_probabilities(game, self.rule, nobody), self.generator)
+        actions = sample_actions(rule_probabilities(game, self.rule), self.generator)
         waits = (self.hesitates & (self.draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
         actions = torch.where(waits, STAY, actions)
         uniform = self.chance(*actions.shape) < self.share[:, None]
@@ -3410,7 +3408,7 @@ def seeking_probabilities(game, prey_bit):
     return weight / weight.sum(0)
 
 
-def rule_probabilities(game, rule, second_half):
+def rule_probabilities(game, rule, second_half=False):
     """The exact action probabilities of rule-based players: [B, N, 7].
 
     rule [B, N, 4] holds each seat's row of RULES, second_half [B] is true in the second half of a meeting.

@@ -843,8 +843,7 @@ class MixedPlay:
     def act(self):
         """What all players ask for: [B, N]."""
         game = self.game
-        nobody = torch.zeros_like(self.hesitates)
-        actions = sample_actions(rule_probabilities(game, self.rule, nobody), self.generator)
+        actions = sample_actions(rule_probabilities(game, self.rule), self.generator)
         waits = (self.hesitates & (self.draw(5) > 0))[:, None] & (actions >= HUNT_STAG)
         actions = torch.where(waits, STAY, actions)
         uniform = self.chance(*actions.shape) < self.share[:, None]
@@ -1506,7 +1505,7 @@ def seeking_probabilities(game, prey_bit):
     return weight / weight.sum(0)
 
 
-def rule_probabilities(game, rule, second_half):
+def rule_probabilities(game, rule, second_half=False):
     """The exact action probabilities of rule-based players: [B, N, 7].
 
     rule [B, N, 4] holds each seat's row of RULES, second_half [B] is true in the second half of a meeting.

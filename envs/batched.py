@@ -397,7 +397,7 @@ def seeking_probabilities(game, prey_bit):
     return weight / weight.sum(0)
 
 
-def rule_probabilities(game, rule, second_half):
+def rule_probabilities(game, rule, second_half=False):
     """The exact action probabilities of rule-based players: [B, N, 7].
 
     rule [B, N, 4] holds each seat's row of RULES, second_half [B] is true in the second half of a meeting.
