@@ -385,8 +385,10 @@ class LearningArgs:
     """steps of the models of others for each update, each on stretches of play drawn anew"""
     gamma: float = 0.99
     """discount of later rewards"""
-    num_minibatches: int = 24
+    num_minibatches: int = 12
     """pieces into which the steps of an update are cut, each for one step of policy and value"""
+    update_epochs: int = 2
+    """times that an update of policy and value goes through its steps"""
     clip_coef: float = 0.2
     """how far the ratio of new to old probability may move before the policy loss is flat"""
     ent_coef: float = 0.02
@@ -427,7 +429,7 @@ MAX_GRAD_NORM = 0.5  # gradients of a model longer than this are shortened to it
 
 AT_LEAST_1 = ("total_timesteps", "num_envs", "num_steps", "goal_dim", "hypotheses", "horizon",
               "num_simulations", "num_trees", "warmup_meetings", "hidden_size", "vae_size",
-              "moa_minibatches", "num_minibatches", "meeting_episodes", "meetings")
+              "moa_minibatches", "num_minibatches", "update_epochs", "meeting_episodes", "meetings")
 RANGES = ((1, math.inf, AT_LEAST_1),
           (0, 1, ("gamma",)),
           (1e-6, math.inf, ("prize_floor",)),
@@ -435,7 +437,7 @@ RANGES = ((1, math.inf, AT_LEAST_1),
                     "ent_coef", "eval_episodes", "eval_policy_episodes")))
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
-               "learning_rate", "num_minibatches", "clip_coef", "ent_coef", "eval_episodes",
+               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
                "eval_policy_episodes", "resume", "save_every")
 OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
 
@@ -1900,8 +1902,8 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
 
     Where an action was searched for, the policy learns the search's result by cross-entropy: the result is
     the target, not the action that was drawn from it, so no ratio of probabilities enters. Elsewhere it is
-    PPO (Schulman et al. 2017). Each step counts the same, and is learned from once: real ones, of which there
-    are few, would otherwise drown what imagined games tell of strangers.
+    PPO (Schulman et al. 2017). Each step counts the same: real ones, of which there are few, would
+    otherwise drown what imagined games tell of strangers.
     """
     values = data["values"][:-1]
     advantages, returns = compute_gae(data["rewards"], data["values"], data["ended"], data["present"],
@@ -1921,19 +1923,20 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
     most, totals = max(*Processes.most(int(there.sum(1).max())), args.num_minibatches), []
-    # a random order with the absent at the end: the longest list of samples is as far as one need go
-    number = torch.rand(weight.shape, generator=generator, device=weight.device)
-    for rows in (number - there.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
-        index = (rows + offset).flatten()
-        batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
-        loss, parts = policy_loss(args, policy, batch, ent_coef)
-        optimizer.zero_grad()
-        loss.sum().backward()
-        check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
-                     getattr(policy, "owners", ()))
-        clip_gradients(policy, MAX_GRAD_NORM)
-        optimizer.step()
-        totals.append({key: part.detach() for key, part in parts.items()})
+    for _ in range(args.update_epochs):
+        # a random order with the absent at the end: the longest list of samples is as far as one need go
+        number = torch.rand(weight.shape, generator=generator, device=weight.device)
+        for rows in (number - there.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
+            index = (rows + offset).flatten()
+            batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
+            loss, parts = policy_loss(args, policy, batch, ent_coef)
+            optimizer.zero_grad()
+            loss.sum().backward()
+            check_finite(*Processes.mean_gradients(policy, loss), "the loss of the policy",
+                         getattr(policy, "owners", ()))
+            clip_gradients(policy, MAX_GRAD_NORM)
+            optimizer.step()
+            totals.append({key: part.detach() for key, part in parts.items()})
     sums = Processes.mean(*(torch.stack([each[key] for each in totals]).mean(0) for key in parts))
     *sums, drawn, planned = sums
     share = lambda key: planned if key.startswith(("search_", "real_")) else drawn
@@ -2540,11 +2543,11 @@ SIGHT = 3  # cells that a player sees exactly in each direction; further ones ar
 class Views:
     """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
 
-    The facts of a view [K], in this order: what is on each cell; where each co-player is; everybody's previous
-    action; and at the end, in JOINT, the player's own cell; which actions are legal; the step; the steps left.
-    What is on a cell, and who, is told by where that cell is from the player's own: in a window of 7 x 7
-    around it, at whose rim stands what is further off. So the window has one size for every board, and "go
-    there" looks the same wherever the player stands.
+    The facts of a view [K], in this order: what is on each cell; where each co-player is; everybody's
+    previous action; and at the end, in JOINT, the player's own cell; which actions are legal; the step; the
+    steps left. What is on a cell, and who, is told by where that cell is from the player's own: in a window
+    of 7 x 7 around it, at whose rim stands what is further off. So the window has one size for every board,
+    and "go there" looks the same wherever the player stands.
 
     Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
     facts name (`SumFacts`). The facts stand for the features [F] of a view, zeros but for a few: each plain
@@ -3578,7 +3581,7 @@ def read_config(args):
 
 
 def resolve_flags(args):
-    """With --resume, takes over that run's flags; one given again must be the same, or one that may change."""
+    """With --resume, takes over that run's flags; one given again must be the same or one that may change."""
     if args.resume is None:
         return args
     saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}

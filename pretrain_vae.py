@@ -1260,11 +1260,11 @@ SIGHT = 3  # cells that a player sees exactly in each direction; further ones ar
 class Views:
     """What the networks get to see: a player's view as a short list of facts, each the number of a table row.
 
-    The facts of a view [K], in this order: what is on each cell; where each co-player is; everybody's previous
-    action; and at the end, in JOINT, the player's own cell; which actions are legal; the step; the steps left.
-    What is on a cell, and who, is told by where that cell is from the player's own: in a window of 7 x 7
-    around it, at whose rim stands what is further off. So the window has one size for every board, and "go
-    there" looks the same wherever the player stands.
+    The facts of a view [K], in this order: what is on each cell; where each co-player is; everybody's
+    previous action; and at the end, in JOINT, the player's own cell; which actions are legal; the step; the
+    steps left. What is on a cell, and who, is told by where that cell is from the player's own: in a window
+    of 7 x 7 around it, at whose rim stands what is further off. So the window has one size for every board,
+    and "go there" looks the same wherever the player stands.
 
     Almost all of this is zeros and ones, so a first layer need not multiply: it adds up the rows that the
     facts name (`SumFacts`). The facts stand for the features [F] of a view, zeros but for a few: each plain
@@ -1879,7 +1879,7 @@ def read_config(args):
 
 
 def resolve_flags(args):
-    """With --resume, takes over that run's flags; one given again must be the same, or one that may change."""
+    """With --resume, takes over that run's flags; one given again must be the same or one that may change."""
     if args.resume is None:
         return args
     saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}

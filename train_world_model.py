@@ -1448,7 +1448,7 @@ def read_config(args):
 
 
 def resolve_flags(args):
-    """With --resume, takes over that run's flags; one given again must be the same, or one that may change."""
+    """With --resume, takes over that run's flags; one given again must be the same or one that may change."""
     if args.resume is None:
         return args
     saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
