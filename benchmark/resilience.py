@@ -486,10 +486,9 @@ def damaged(args, script, number):
     with open(path, "wb") as file:
         file.write(content)
     module = importlib.import_module(script)
-    free = ("epochs",) if script == "pretrain_vae" else ("total_timesteps",)
     error, sys.stderr = sys.stderr, io.StringIO()
     try:
-        module.load_run(module.resolve_flags(module.Args(resume=folder), free), free)
+        module.load_run(module.resolve_flags(module.Args(resume=folder)))
         good = before and sys.stderr.getvalue().startswith("warning: ")
     except module.Refused as refusal:
         good = not before and "\n" not in str(refusal)
