@@ -1585,7 +1585,7 @@ class Imagination(Saved):
     policy, and the warm-up's model of others moves its partners.
 
     A partner is a type, weights of hypotheses [H] (`cast`): what the warm-up's inference knew of a player at
-    the end of a recorded meeting. Type and present view give its goal, the goal its action. A few are like
+    the end of a recorded meeting. Type and present view give its goal, the goal its action. Some are like
     nobody on record, so that beliefs which fit nobody are met, too. A partner stays from episode to episode,
     MEETING on average, and the player's belief about it follows what it does, as in real games.
 
@@ -1937,8 +1937,8 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             clip_gradients(policy, MAX_GRAD_NORM)
             optimizer.step()
             totals.append({key: part.detach() for key, part in parts.items()})
-    sums = Processes.mean(*(torch.stack([each[key] for each in totals]).mean(0) for key in parts))
-    *sums, drawn, planned = sums
+    figures = (torch.stack([each[key] for each in totals]).mean(0) for key in parts)
+    *sums, drawn, planned = Processes.mean(*figures)
     share = lambda key: planned if key.startswith(("search_", "real_")) else drawn
     return means | {f"losses/{key}": part / share(key).clamp(min=1e-8) for key, part in zip(parts, sums)}
 
