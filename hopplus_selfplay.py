@@ -1922,11 +1922,11 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
-    most, totals = max(*Processes.most(int(there.sum(1).max())), args.num_minibatches), []
+    most, totals = int(there.sum(1).max()), []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         number = torch.rand(weight.shape, generator=generator, device=weight.device)
-        for rows in (number - there.float()).argsort(1)[:, :most].chunk(args.num_minibatches, 1):
+        for rows in (number - there.float()).argsort(1)[:, :most].tensor_split(args.num_minibatches, 1):
             index = (rows + offset).flatten()
             batch = {key: part.index_select(0, index).unflatten(0, rows.shape) for key, part in flat.items()}
             loss, parts = policy_loss(args, policy, batch, ent_coef)

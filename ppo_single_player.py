@@ -1050,10 +1050,10 @@ def cut_samples(data, num_minibatches, generator):
     flat = {key: value.transpose(0, 1).flatten(0, 2) for key, value in data.items()}  # [L * samples, ...]
     weight = flat["weight"].view(data["weight"].shape[1], -1)  # [L, samples]
     offset = torch.arange(len(weight), device=weight.device)[:, None] * weight.shape[1]
-    most = max(*Processes.most(int((weight > 0).sum(1).max())), num_minibatches)
+    most = int((weight > 0).sum(1).max())
     # a random order with the absent at the end: the longest list of samples is as far as one need go
     number = torch.rand(weight.shape, generator=generator, device=weight.device)
-    for rows in (number - (weight > 0).float()).argsort(1)[:, :most].chunk(num_minibatches, 1):
+    for rows in (number - (weight > 0).float()).argsort(1)[:, :most].tensor_split(num_minibatches, 1):
         index = (rows + offset).flatten()
         yield {key: x.index_select(0, index).unflatten(0, rows.shape) for key, x in flat.items()}
 
@@ -1079,9 +1079,11 @@ def answer(agent, batch):
 def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     """One PPO update of all learners on data [T, L, M]. -> the means of the losses over it, each [L]"""
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
-    memory, weight = data.get("memory"), share_out(data["present"].float())
-    # learners that remember also value the time that they are away, for the meeting goes on
-    counts = data["present"] if memory is None else torch.ones_like(data["present"])
+    memory, counts, weight = data.get("memory"), data["present"], share_out(data["present"].float())
+    value_weight = weight
+    if memory is not None:  # they also value the time that they are away, for the meeting goes on
+        counts = torch.ones_like(counts)
+        value_weight = share_out(counts.float())
     advantages, returns = traced_gae(rewards, data["values"], data["ends"], counts, args.gamma,
                                      args.gae_lambda, trace)
     values = data["values"][:-1]
@@ -1091,7 +1093,7 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
             "advantages": standardise(advantages, weight),
             "weight": weight * args.num_minibatches,
-            "value_weight": share_out(counts.float()) * args.num_minibatches,
+            "value_weight": value_weight * args.num_minibatches,
             "trace": torch.ones_like(advantages) if trace is None else trace}
     totals = []
     for _ in range(args.update_epochs):
