@@ -2183,27 +2183,37 @@ def deed(out, seat):
 
 
 @torch.no_grad()
-def aims(table, seen, games=64):
-    """What each HOP+ player believes each other to be after, in words, [L][N-1]: after a stag (80%).
+def imagine_catches(table, seen, games, seed=0):
+    """How games go on under the beliefs of the HOP+ players, each until it is over for that player: what the
+    others catch there, 0 nothing, 1 a stag, 2 a hare [N-1, L, M].
 
-    It imagines how its first game goes on under its belief, until it is over for it. Named is the prey that
-    the other catches most often, with its share of all that the other catches.
+    games [L, M] are the numbers of the table's games to begin with.
     """
-    device, shape, gone = table.game.device, (len(table.hop_seats), games), table.game.cells
-    generator = torch.Generator(device).manual_seed(0)
-    first = torch.zeros(shape, dtype=torch.int64, device=device)
-    goals = draw_goals(*(take(seen[key], table.for_pairs(first)) for key in ("mean", "logvar")), generator)
-    searcher = Searcher(table.networks, table.views, take(seen["told"], first), goals)
-    state, counts = ego_first(table.game.state(), table.order, first), 0
-    over = torch.zeros(first.numel(), dtype=torch.bool, device=device)
-    for _ in range(int(table.game.deadline[0] - table.game.clock[0])):
+    generator = torch.Generator(table.game.device).manual_seed(seed)
+    goals = draw_goals(*(take(seen[key], table.for_pairs(games)) for key in ("mean", "logvar")), generator)
+    searcher = Searcher(table.networks, table.views, take(seen["told"], games), goals)
+    state, gone = ego_first(table.game.state(), table.order, games), table.game.cells
+    over = torch.zeros(games.numel(), dtype=torch.bool, device=games.device)
+    caught = torch.zeros_like(state["cell"])
+    for _ in range(int((state["deadline"] - state["clock"]).max())):
         log_probs, _, others = searcher.think(state)
         joint = sample_actions(torch.cat([log_probs.exp()[:, None], others], 1), generator).T
         after, _, ended = table.model.step(state, joint)
-        left = (after["cell"] == gone) & (state["cell"] < gone) & ~over  # [N, L * games]
-        caught = torch.stack([left & (joint == HUNT_STAG), left & (joint == HUNT_HARE)], -1)
-        counts = counts + caught[1:].unflatten(1, shape).sum(2)  # [N-1, L, 2]
+        left = (after["cell"] == gone) & (state["cell"] < gone) & ~over  # [N, L * M]
+        caught = torch.where(left & (joint >= HUNT_STAG), joint - STAY, caught)
         state, over = after, over | ended
+    return caught[1:].unflatten(1, games.shape)
+
+
+def aims(table, seen):
+    """What each HOP+ player believes each other to be after, in words, [L][N-1]: after a stag (80%).
+
+    Named is the prey that the other catches most often in 64 imagined ends of the first game, with its share
+    of all that the other catches there.
+    """
+    first = torch.zeros(len(table.hop_seats), 64, dtype=torch.int64, device=table.game.device)
+    caught = imagine_catches(table, seen, first)
+    counts = torch.stack([(caught == prey).sum(2) for prey in (1, 2)], -1)  # [N-1, L, 2]
     word = lambda stags, hares: "catching nothing soon" if not stags + hares else (
         f"after {'a stag' if stags > hares else 'a hare'} ({max(stags, hares) / (stags + hares):.0%})")
     return [[word(*count) for count in row] for row in counts.transpose(0, 1).tolist()]

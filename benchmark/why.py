@@ -1,9 +1,10 @@
-"""Why does a trained player do what it does among others? Three pictures in the folder of its run.
+"""Why does a trained player do what it does among others? Four pictures in the folder of its run.
 
     python benchmark/why.py runs/x
 
     beliefs.png    what it makes of three players that turn from hare hunters into stag hunters after half of a meeting, and
                    of three that turn the other way: the weights of the ways to play, and its return, episode by episode
+    goals.png      what each other player is inferred to be after: how often that is what it then catches, by step
     exchanged.png  the same boards, met after a meeting with stag hunters and after one with hare hunters: whether it expects
                    the others to go for stag or hare, and what its policy and its search go for; the values are printed
     schelling.png  the Schelling diagram of the board: the return of a stag hunter, of a hare hunter and of the trained
@@ -76,6 +77,53 @@ def draw_beliefs(args, path, plt):
     axes[0, 0].set_ylabel("weights of the ways to play")
     axes[1, 0].set_ylabel("return of the trained player")
     figure.suptitle(f"What it believes of players that change (dashed), mean of {args.meetings} meetings")
+    save(figure, path, plt)
+
+
+@torch.no_grad()
+def follow_goals(table, episodes):
+    """Plays on. At each step the inferred goals are imagined to the end of the episode: does each other catch what it does there?
+
+    -> step of the episode [T, B]; what each is thought to catch, what it catches while the trained player is there (0 nothing,
+    1 a stag, 2 a hare), and whether that can be said [T, N-1, B]
+    """
+    games, steps = torch.arange(table.game.num_envs)[None], []
+    for number in range(episodes * table.args.final_time):
+        seen, clock = table.act(table.args.search), table.game.clock.clone()
+        guess = script.imagine_catches(table, seen, games, seed=number)[:, 0]
+        out = table.play(seen)
+        there = out["present"][1:] & out["present"][0]
+        prey = torch.where(out["left"][1:] & there, out["action"][1:] - script.STAY, 0)
+        steps.append((clock, guess, prey, there, out["over"].expand_as(there)))
+    clock, guess, prey, there, over = map(torch.stack, zip(*steps))
+    caught, ended = torch.zeros_like(prey), torch.zeros_like(over)
+    for t in reversed(range(len(prey))):
+        later = (caught[t + 1], ended[t + 1]) if t + 1 < len(prey) else (0, False)
+        caught[t] = torch.where(over[t] | (prey[t] > 0), prey[t], later[0])
+        ended[t] = over[t] | later[1]
+    return clock, guess, caught, there & ended
+
+
+def draw_followed(args, path, plt):
+    """How often the others catch what they are inferred to be after."""
+    figure, axis = plt.subplots(figsize=(8, 4.5))
+    for others in (["ns", "ns", "ns"], ["nh", "nh", "nh"], ["ns", "nh", "random"]):
+        table = seat(args, others, args.meetings)
+        play(table, args.episodes // 2)
+        clock, guess, caught, counted = follow_goals(table, 3)
+        hit = (guess == caught) & counted
+        share = lambda part: (part.sum() / counted.sum().clamp(min=1)).item()
+        commonest = max(share((caught == prey) & counted) for prey in range(3))
+        print(f"among {' '.join(others)}: {share(hit):.1%} of the goals inferred come true, {commonest:.1%} would if the "
+              f"commonest catch were always named")
+        at = [(clock == step)[:, None] & counted for step in range(table.args.final_time)]
+        shares = [((hit & those).sum() / those.sum()).item() if those.sum() >= 20 else float("nan") for those in at]
+        axis.plot(range(table.args.final_time), shares, marker=".", label=" ".join(others))
+    axis.set_xlabel("step of the episode")
+    axis.set_ylabel("share that comes true")
+    axis.set_ylim(0, 1.02)
+    axis.legend()
+    axis.set_title("What another player is inferred to be after: is it what it catches?")
     save(figure, path, plt)
 
 
@@ -166,6 +214,7 @@ def main(args):
         return 2
     os.makedirs(folder, exist_ok=True)
     draw_beliefs(args, os.path.join(folder, "beliefs.png"), plt)
+    draw_followed(args, os.path.join(folder, "goals.png"), plt)
     draw_exchanged(args, os.path.join(folder, "exchanged.png"), plt)
     draw_schelling(args, os.path.join(folder, "schelling.png"), plt)
     return 0
