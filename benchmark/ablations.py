@@ -11,11 +11,8 @@ on 4x4 also meet strangers (--mode adapt): three hare hunters, and those of the 
 
 import dataclasses
 import os
-import sys
 
-import tyro
-
-from common import any_unknown, keep, markdown, results, spread
+from common import any_unknown, keep, markdown, results, run_command, spread
 from workers import Run, check_workers, work
 
 WIDE = "--height 8 --width 8"
@@ -128,4 +125,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

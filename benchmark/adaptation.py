@@ -27,7 +27,7 @@ import sys
 import numpy as np
 import tyro
 
-from common import any_unknown, keep, markdown, results, write
+from common import any_unknown, keep, markdown, results, run_command, write
 from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -350,4 +350,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -7,6 +7,26 @@ import statistics
 import sys
 import time
 
+import tyro
+
+
+def run_command(main, args_class, about):
+    """Reads the flags and runs main; who stops it or reads no further ends it without a traceback."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no fault
+    args = tyro.cli(args_class, description=about)
+    try:
+        code = main(args)
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code)
+
 
 def any_unknown(names, runs):
     """Says which of the names stand for no run. -> whether there are any"""

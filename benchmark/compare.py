@@ -23,9 +23,11 @@ from typing import Annotated
 import numpy as np
 import tyro
 
+from common import run_command
+
 LEARNERS = {"hopplus_selfplay.py": "hop", "ppo_single_player.py": "ppo"}
 # Runs of one group may differ in these.
-NAMES = ("seed", "run_name", "runs_dir", "resume", "save_every", "picture_every")
+NAMES = ("seed", "run_name", "runs_dir", "resume", "save_every", "picture_every", "eval_episodes", "eval_policy_episodes")
 # Groups of different scripts are told apart by these, groups of one script by all their flags.
 GAME = ("height", "width", "stags", "hares", "max_blocks", "final_time", "stag_reward", "hare_reward", "stag_hunters",
         "time_reward", "strengths", "prosocial", "dynamic_final_time")
@@ -255,7 +257,10 @@ def compare(args):
     path = args.out or os.path.join(os.path.dirname(runs[0].folder), "compare.png")
     without = draw(groups, labels, path)
     print_rows(make_table(groups, labels, args.threshold))
-    print("\nReturns: means over seeds ± 95 %, of one seed ± that of its episodes. Steps and seconds: medians (range).")
+    print()
+    for number, group in enumerate(groups, 1):
+        print(f"Row {number}: {', '.join(run.folder for run in group)}")
+    print("Returns: means over seeds ± 95 %, of one seed ± that of its episodes. Steps and seconds: medians (range).")
     if without:
         print(f"Without a curve (shorter than 500 episodes, or without TensorBoard's events): {', '.join(without)}")
     print(f"Learning curves: {path}")
@@ -271,4 +276,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

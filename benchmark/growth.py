@@ -16,7 +16,8 @@ import sys
 import time
 
 import torch
-import tyro
+
+from common import run_command
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import hopplus_selfplay as script
@@ -122,4 +123,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -17,7 +17,8 @@ import subprocess
 import sys
 
 import torch
-import tyro
+
+from common import run_command
 
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, ".."))
@@ -101,4 +102,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -17,7 +17,7 @@ import sys
 
 import tyro
 
-from common import any_unknown, keep, markdown, results, spread, write
+from common import any_unknown, keep, markdown, results, run_command, spread, write
 from workers import Run, check_workers, work
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -154,4 +154,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -15,7 +15,8 @@ import sys
 import time
 
 import torch
-import tyro
+
+from common import run_command
 
 sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
 import ppo_single_player as script
@@ -67,4 +68,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args))
+    run_command(main, Args, __doc__)

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import time
 
-import tyro
+from common import run_command
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
 sys.path.insert(0, ROOT)
@@ -229,4 +229,4 @@ def paper():
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Args, description=__doc__))
+    run_command(main, Args, __doc__)

@@ -11,11 +11,8 @@ what is there are printed after each run and kept in `<folder>/vae.md`: means ov
 import dataclasses
 import os
 import statistics
-import sys
 
-import tyro
-
-from common import any_unknown, keep, markdown, results
+from common import any_unknown, keep, markdown, results, run_command
 from workers import Run, check_workers, work
 
 RECON = "--loss recon --vae-size 256 --kl-weight 1e-4 --batch-size 64 --learning-rate 5e-3 --epochs 2"
@@ -115,4 +112,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

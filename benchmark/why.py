@@ -18,6 +18,8 @@ import sys
 import torch
 import tyro
 
+from common import run_command
+
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.join(HERE, ".."))
 import hopplus_selfplay as script
@@ -73,6 +75,7 @@ def draw_beliefs(args, path, plt):
         axes[1, column].plot(number, returns.mean(0).numpy(), marker="o", color="black")
         axes[1, column].set_xlabel("episode of the meeting")
         for row in (0, 1):
+            axes[row, column].xaxis.set_major_locator(plt.MaxNLocator(integer=True))
             axes[row, column].axvline(args.episodes / 2 + 0.5, color="grey", linestyle="--")
     axes[0, 0].set_ylabel("weights of the ways to play")
     axes[1, 0].set_ylabel("return of the trained player")
@@ -153,6 +156,7 @@ def draw_exchanged(args, path, plt):
         print(f"after a meeting with three {kind}: value {value:.2f}, return expected by the search "
               f"{(found['q'][0] * improved[0].exp()).sum(-1).mean().item():.2f}")
     axes[0].legend()
+    axes[0].set_ylabel("share of probability")
     figure.suptitle(f"The first step of the same {args.boards} boards under two beliefs")
     save(figure, path, plt)
 
@@ -205,13 +209,14 @@ def main(args):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    torch.set_num_threads(args.threads)
     folder = os.path.join(args.run, "pictures")
     try:
+        script.check_ranges(args, ((1, 4096, ("threads",)), (1, 4096, ("meetings", "boards")), (2, 4096, ("episodes",))))
         seat(args, ["ns"] * 3, 1)
     except script.Refused as refusal:
-        print(f"error: {refusal}", file=sys.stderr)
+        print(f"error: {str(refusal).removeprefix('--checkpoint ')}", file=sys.stderr)
         return 2
+    torch.set_num_threads(args.threads)
     os.makedirs(folder, exist_ok=True)
     draw_beliefs(args, os.path.join(folder, "beliefs.png"), plt)
     draw_followed(args, os.path.join(folder, "goals.png"), plt)
@@ -221,4 +226,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -11,11 +11,8 @@ not run again, one that was stopped is resumed, and several machines that share 
 import dataclasses
 import os
 import statistics
-import sys
 
-import tyro
-
-from common import any_unknown, keep, markdown, results
+from common import any_unknown, keep, markdown, results, run_command
 from workers import Run, check_workers, work
 
 FEW = " --rows 10000 --rollouts 500"
@@ -119,4 +116,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

@@ -206,22 +206,33 @@ def main(args):
                        strengths=args.strengths or None, **board)
         os.makedirs(folder, exist_ok=True)
     except OSError as error:
-        print(f"{folder} cannot be made: {error.strerror}", file=sys.stderr)
+        print(f"error: {folder} cannot be made: {error.strerror}", file=sys.stderr)
         return 2
     except ValueError as error:
-        print(error, file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
-    print(f"{len(returns):,} episodes on {args.height} x {args.width} in {time.perf_counter() - started:.0f} s\n")
+    seconds = time.perf_counter() - started
     found = measure(returns, args.players, args.strengths)
-    print(report(found))
+    told = report(found)
     if found["largest"] and math.isinf(found["largest"]["z"]):  # always the same difference; JSON knows no infinity
         found["largest"]["z"] = None
     with open(os.path.join(folder, "results.json"), "w", encoding="utf-8") as file:
         json.dump({"flags": asdict(args), **found}, file, indent=2)
     draw(found, os.path.join(folder, "symmetry.png"))
+    print(f"{len(returns):,} episodes on {args.height} x {args.width} in {seconds:.0f} s\n\n{told}")
     print(f"Drawn in {os.path.join(folder, 'symmetry.png')}")
     return int(found["biased"])
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    given = tyro.cli(Args)
+    try:
+        code = main(given)
+        sys.stdout.flush()
+    except BrokenPipeError:  # | head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    except KeyboardInterrupt:
+        print("stopped", file=sys.stderr)
+        code = 130
+    sys.exit(code)
