@@ -3781,8 +3781,6 @@ def load_run(args):
         print(f"warning: {refusal}; the checkpoint before it is used", file=sys.stderr)
         if os.path.isfile(path) and not Processes.rank:
             os.replace(path, path.replace(".pt", "-damaged.pt"))  # so that the good one stays
-    if checkpoint["script"] != SCRIPT:
-        raise Refused(f"{asked}: its checkpoint was written by {checkpoint['script']}, not by {SCRIPT}")
     for name, value in checkpoint["config"].items():
         now = getattr(args, name, None)
         if now != value and name not in ANYTHING_GOES and (name not in MAY_GROW or now < value):
