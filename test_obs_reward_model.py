@@ -57,9 +57,7 @@ class Interrupt:
     the block grants as soon as all is saved."""
 
     advice = "nothing was written"  # told in the line; once there is a run, how to go on with it
-
-    def __init__(self):
-        self.wanted = 0  # the signal's number
+    wanted = 0  # the number of the signal that came in a block
 
     @classmethod
     def watch(cls):
