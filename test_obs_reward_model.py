@@ -1785,7 +1785,6 @@ def read_flags(args_class):
 
 def run_script(args_class, main):
     """Reads the flags and runs main; what is refused is one line and exit code 2, what fails exit code 1."""
-    Interrupt.watch()
     code = 1
     try:
         if hasattr(sys.stdout, "reconfigure"):

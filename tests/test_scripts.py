@@ -91,7 +91,6 @@ def test_a_script_ends_well_where_nobody_listens(monkeypatch):
     script = importlib.import_module("ppo_single_player")
     monkeypatch.setattr(sys, "argv", ["ppo_single_player.py"])
     monkeypatch.setattr(sys, "stdout", None)
-    monkeypatch.setattr(script.Interrupt, "watch", lambda: None)
     monkeypatch.setattr(script.os, "_exit", sys.exit)
     with pytest.raises(SystemExit) as end:
         script.run_script(script.Args, lambda args: 0)
