@@ -451,8 +451,6 @@ def check_memory(args, needs):
 class Saved:
     """A thing whose state is a few attributes, named in `saved`: values, or again things with a state."""
 
-    saved = ()
-
     def state_dict(self):
         """The state by name, for a checkpoint."""
         state = {}
