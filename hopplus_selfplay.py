@@ -781,7 +781,8 @@ class Log:
 
     def __init__(self, args, folder, run):
         self.args, self.folder, self.run = args, folder, run
-        self.writer = open_writer(folder, args, run.timesteps, PLOTS)
+        self.writer = open_writer(folder, args, run.timesteps)
+        add_plots(self.writer, PLOTS)
         self.bar = tqdm(total=args.total_timesteps, initial=run.timesteps, unit=" steps", unit_scale=True,
                         dynamic_ncols=True, mininterval=0.5, desc="training")
         self.seconds_before = run.seconds
@@ -3685,9 +3686,8 @@ class Silent:
         return lambda *_, **__: None
 
 
-def open_writer(folder, args, done=0, plots=()):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     if Processes.rank:
         return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
@@ -3701,14 +3701,17 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {}
-        for pattern in plots:
-            group, _, which = pattern.partition("/")
-            title = " and ".join(re.findall(r"\w+", which)) or "all"
-            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
-        if layout:
-            writer.add_custom_scalars(layout)
     return writer
+
+
+def add_plots(writer, patterns):
+    """Lays out the page "Custom Scalars": the tags of each pattern, "group/which", as one plot."""
+    layout = {}
+    for pattern in patterns:
+        group, _, which = pattern.partition("/")
+        title = " and ".join(re.findall(r"\w+", which)) or "all"
+        layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
+    writer.add_custom_scalars(layout)
 
 
 def save_json(path, content):

@@ -549,7 +549,8 @@ def main(args):
     if had_finished(args, run.true_steps >= args.total_timesteps):
         return 0
     folder = open_run(args)
-    writer = open_writer(folder, args, run.true_steps, PLOTS)
+    writer = open_writer(folder, args, run.true_steps)
+    add_plots(writer, PLOTS)
     try:
         stopped = train(args, run, folder, writer)
     except NotFinite as failure:
@@ -1911,9 +1912,8 @@ class Silent:
         return lambda *_, **__: None
 
 
-def open_writer(folder, args, done=0, plots=()):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     if Processes.rank:
         return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
@@ -1927,14 +1927,17 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {}
-        for pattern in plots:
-            group, _, which = pattern.partition("/")
-            title = " and ".join(re.findall(r"\w+", which)) or "all"
-            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
-        if layout:
-            writer.add_custom_scalars(layout)
     return writer
+
+
+def add_plots(writer, patterns):
+    """Lays out the page "Custom Scalars": the tags of each pattern, "group/which", as one plot."""
+    layout = {}
+    for pattern in patterns:
+        group, _, which = pattern.partition("/")
+        title = " and ".join(re.findall(r"\w+", which)) or "all"
+        layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
+    writer.add_custom_scalars(layout)
 
 
 def save_json(path, content):

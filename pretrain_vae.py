@@ -1965,9 +1965,8 @@ class Silent:
         return lambda *_, **__: None
 
 
-def open_writer(folder, args, done=0, plots=()):
-    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden.
-    The page "Custom Scalars" shows the tags of each pattern in plots, "group/which", as one plot."""
+def open_writer(folder, args, done=0):
+    """The writer of TensorBoard events; what a resumed run wrote after step `done`, its last, is hidden."""
     if Processes.rank:
         return Silent()
     from torch.utils.tensorboard import SummaryWriter  # here, so that --help and tests need not wait for it
@@ -1981,13 +1980,6 @@ def open_writer(folder, args, done=0, plots=()):
     if not done:
         flags = "\n".join(f"|{key}|{value}|" for key, value in dataclasses.asdict(args).items())
         writer.add_text("flags", "|flag|value|\n|-|-|\n" + flags)
-        layout = {}
-        for pattern in plots:
-            group, _, which = pattern.partition("/")
-            title = " and ".join(re.findall(r"\w+", which)) or "all"
-            layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
-        if layout:
-            writer.add_custom_scalars(layout)
     return writer
 
 
