@@ -524,10 +524,8 @@ class Run(Saved):
         self.true_steps = 0  # of the game, played for learning
         self.seconds = 0.0  # from the start of the script to the last update
         self.losses = []  # of the last tenth of the run: their means go into the results
-        owners = {}
-        for name, learner in self.table.learner_of.items():
-            owners.setdefault(learner, []).append(name)
-        self.agent.owners = [" and ".join(names) for names in owners.values()]
+        self.agent.owners = [" and ".join(self.table.names[seat] for seat in seats)
+                             for seats in self.table.seats.tolist()]
 
     def content(self, args):
         """What a checkpoint holds."""
@@ -1035,8 +1033,7 @@ def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
     gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
-    whose = getattr(agent, "owners", [f"number {row + 1}" for row in range(len(norm))])
-    check_finite(norm, f"the gradient of {type(agent).__name__}", whose)
+    check_finite(norm, f"the gradient of {type(agent).__name__}", getattr(agent, "owners", ()))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
         gradient.mul_(factor)

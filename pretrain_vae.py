@@ -889,8 +889,7 @@ def clip_gradients(agent, max_norm):
     """Shortens the gradient of each learner to max_norm, on its own."""
     gradients = [parameter.grad for parameter in agent.parameters() if parameter.grad is not None]
     norm = sum(gradient.flatten(1).square().sum(1) for gradient in gradients).sqrt()  # [L]
-    whose = getattr(agent, "owners", [f"number {row + 1}" for row in range(len(norm))])
-    check_finite(norm, f"the gradient of {type(agent).__name__}", whose)
+    check_finite(norm, f"the gradient of {type(agent).__name__}", getattr(agent, "owners", ()))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1)[:, None, None]
     for gradient in gradients:
         gradient.mul_(factor)
