@@ -2139,7 +2139,7 @@ def score_world(args, model, rows=20_000):
     """The share of the steps of fresh mixed games that the learned model foresees exactly. Crowds and failed
     hunts are among them: real games hold few of these, imagined ones all.
 
-    -> shares of whole steps and of rewards, steps played
+    -> shares of whole steps and of rewards, steps played (the first player is there in all of them)
     """
     data = collect(board_of(args), rows, args.seed + 1_000_000, args.device)
     after, reward, over = model.step(data, data["actions"])
@@ -2147,8 +2147,7 @@ def score_world(args, model, rows=20_000):
     whole = paid & (after["cell"] == data["next_cell"]).all(0) & (after["board"] == data["next_board"]).all(0)
     whole &= over == (data["terminated"][0] | data["over"])
     whole &= after["deadline"] - after["clock"] == data["next_left"]
-    there = data["cell"][0] < len(data["board"]) - 1
-    return {"steps": whole[there].float().mean().item(), "rewards": paid[there].float().mean().item()}, rows
+    return {"steps": whole.float().mean().item(), "rewards": paid.float().mean().item()}, rows
 
 
 def expectations(table, seen):
