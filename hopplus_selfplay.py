@@ -853,7 +853,6 @@ def report(args, folder, run, log):
                "sps": round(speed), "fresh": run.fresh, "evaluation": {},
                "simulations": run.simulations, "imagined_steps": run.imagined_steps, "curve": run.curve}
     rows = [["evaluation", *table.names, "HOP+ mean", "episodes", "equals earn equally?"]]
-    strengths = args.strengths or [1] * len(args.players)
     for mode, told, episodes, search in (("searched", "with search", args.eval_episodes, args.search),
                                          ("policy", "policy alone", args.eval_policy_episodes, "none")):
         if episodes and (mode == "policy" or search != "none"):
@@ -1360,7 +1359,7 @@ def take(part, index):
 
 def play_steps(table, returns, num_steps, search):
     """Plays num_steps real steps. -> dict of [.., T, B] for the replay, [T, .., B] for policy and scores"""
-    steps, args = [], table.args
+    steps = []
     for _ in range(num_steps):
         before = {**table.game.state(), "memory": table.memory}
         seen = table.act(search)
@@ -3008,7 +3007,7 @@ class WorldModel(nn.Module):
         Means over the players that are there. A token that occurs k times counts as sqrt(k) that occur once:
         crowds are rare, and so are hunts that fail.
         """
-        cell, board, n = rows["cell"], rows["board"], len(rows["cell"])
+        cell, board = rows["cell"], rows["board"]
         present, _ = what_is_left(cell, board)
         token = tokens(cell, board, rows["actions"])
         kinds, which, count = token.unique(return_inverse=True, return_counts=True)

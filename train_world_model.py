@@ -1046,7 +1046,7 @@ class WorldModel(nn.Module):
         Means over the players that are there. A token that occurs k times counts as sqrt(k) that occur once:
         crowds are rare, and so are hunts that fail.
         """
-        cell, board, n = rows["cell"], rows["board"], len(rows["cell"])
+        cell, board = rows["cell"], rows["board"]
         present, _ = what_is_left(cell, board)
         token = tokens(cell, board, rows["actions"])
         kinds, which, count = token.unique(return_inverse=True, return_counts=True)
