@@ -1242,7 +1242,6 @@ class Table(Saved):
         self.pairs = self.order[:, 1:].flatten()  # [P] the seat that is modelled
         self.networks = networks or Networks(args, self.views, len(self.hop_seats)).to(device)
         self.model = model or Rules(make_game(args, 1, 0))
-        self.trained = None
         if self.trained_seats:
             names = [args.players[seat] for seat in self.trained_seats]
             self.trained = load_policies(names, self.views).to(device)
@@ -1267,7 +1266,7 @@ class Table(Saved):
         action = sample_actions(improved.exp(), self.generator)
         actions = self.lineup.act(self.game)
         true_probs = self.lineup.probabilities(self.game).transpose(0, 1).clone()
-        if self.trained is not None:
+        if self.trained_seats:
             log_probs, _ = self.trained(seen["x"][self.trained_seats])
             true_probs[self.trained_seats] = log_probs.exp()
             actions[:, self.trained_seats] = sample_actions(log_probs.exp(), self.generator).T
