@@ -2255,7 +2255,6 @@ def load_players(args):
     if "policy" not in saved.get("networks", ()):
         raise Refused(f"--checkpoint {asked} holds no HOP+ players, it was written by {saved['script']}")
     config = saved["config"]
-    config = {name: tuple(value) if isinstance(value, list) else value for name, value in config.items()}
     fixed = [field.name for field in dataclasses.fields(GameArgs)]
     fixed += ["goals", "goal_dim", "hypotheses", "hidden_size", "vae_size", "gamma", "search_model"]
     for name in fixed:

@@ -270,8 +270,7 @@ def take_rules(args, trained):
     values = {}
     for field in dataclasses.fields(GameArgs):
         if field.name not in ("height", "width", "max_blocks") and getattr(args, field.name) == field.default:
-            value = trained.get(field.name, field.default)
-            values[field.name] = tuple(value) if isinstance(value, list) else value
+            values[field.name] = trained.get(field.name, field.default)
     if args.num_players is None:
         values["num_players"] = trained.get("num_players", 4)
     return dataclasses.replace(args, **values)
