@@ -488,15 +488,14 @@ class Run(Saved):
 
     def __init__(self, args, num_games):
         views, device = make_views(args), args.device
-        self.prior = GoalPrior(1, views, args.vae_size, args.goal_dim, args.seed + 2).to(device)
+        self.prior = GoalPrior(1, views, args.vae_size, args.goal_dim, args.seed + 2)
         self.known = OtherModel(1, views, args.hidden_size, args.goal_dim, args.hypotheses, args.seed + 1)
-        self.known.to(device)
-        self.decoder = GoalDecoder(1, views, args.vae_size, args.goal_dim, args.seed + 3).to(device)
+        self.decoder = GoalDecoder(1, views, args.vae_size, args.goal_dim, args.seed + 3)
         if args.init_from is not None:
             asked = f"--init-from {args.init_from}"
             before = load_goals(args.init_from, asked, args, self.prior, self.known)
             self.decoder.load_state_dict(before["decoder"])
-        self.networks = nn.ModuleList([self.prior, self.known, self.decoder])
+        self.networks = nn.ModuleList([self.prior, self.known, self.decoder]).to(device)
         self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
         self.optimizer = torch.optim.Adam(self.networks.parameters(), eps=1e-5, fused=True)
         self.generator = seeded(Processes.seed(args.seed), "learning", device)
@@ -684,7 +683,7 @@ def play_games(args, episodes, seed, recorded=None):
     caught, steps = torch.zeros_like(kind), []
     while running.any():
         state, t = game.state(), len(steps)
-        probs = torch.stack([rule_probabilities(game, rule.expand(episodes, n, -1), torch.zeros_like(running))
+        probs = torch.stack([rule_probabilities(game, rule.expand(episodes, n, -1))
                              for rule in rules], 2).transpose(0, 1)  # [N, E, J, 7]
         own = probs.take_along_dim(kind[..., None, None], 2)[:, :, 0]
         action = sample_actions(own, generator) if recorded is None else recorded["actions"][t]
