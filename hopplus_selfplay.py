@@ -752,13 +752,15 @@ def play_and_learn(args, folder, run, log):
             run.replay.add(real)
             figures, _ = score_models(run.table, real)
             log.clock("scores")
-            dream = run.imagination.play(args.num_steps) if run.imagination else None
+            dream, steps = run.imagination and run.imagination.play(args.num_steps), real["policy"]
+            if dream:  # real and imagined games side by side
+                steps = {key: torch.cat([part, dream[key]], 2) for key, part in steps.items()}
             log.clock("imagination")
             figures |= learn_others(args, run.networks.others, run.replay, run.others_optimizer,
                                     run.generator)
             log.clock("others")
-            figures |= learn_policy(args, run.networks.policy, join(real, dream), run.optimizer,
-                                    args.ent_coef * left, run.generator)
+            figures |= learn_policy(args, run.networks.policy, steps, run.optimizer, args.ent_coef * left,
+                                    run.generator)
             log.clock("policy")
 
             log.update(real, dream, figures)
@@ -1656,11 +1658,12 @@ class Imagination(Saved):
             self.memory = others.remember(self.memory, seen["table"], moves, there)
             steps.append({"x": seen["x"], "told": seen["told"], "actions": action, "values": seen["value"],
                           "ended": over, "logprobs": seen["policy"].gather(-1, action[..., None])[..., 0],
-                          "rewards": reward.view(self.shape) * REWARD_SCALE})
+                          "rewards": reward.view(self.shape) * REWARD_SCALE, "target": seen["policy"].exp()})
             self.begin_again(over, start(t), nobody)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
         out["values"] = torch.cat([out["values"], self.think()["value"][None]])
-        return out | {"present": torch.ones_like(out["ended"])}
+        present = torch.ones_like(out["ended"])
+        return out | {"present": present, "searched": ~present}
 
     def think(self):
         """What is thought of the present states: the own views x [L, games, K], what Networks give, and with
@@ -1855,16 +1858,6 @@ def learn_others(args, others, replay, optimizer, generator):
     sums = (torch.stack([total[key].detach() for total in totals]).sum(0) for key in totals[0])
     *sums, samples = Processes.mean(*sums)
     return {f"moa/{key}": part / samples.clamp(min=1) for key, part in zip(totals[0], sums)}
-
-
-def join(real, dream):
-    """Real and imagined steps side by side: dict of [T, L, B, ...]. Imagined ones were not searched."""
-    real = real["policy"]
-    if dream is None:
-        return real
-    targets = {"target": dream["told"].new_zeros(*dream["actions"].shape, NUM_ACTIONS),
-               "searched": torch.zeros_like(dream["ended"])}
-    return {key: torch.cat([real[key], (dream | targets)[key]], 2) for key in real}
 
 
 def compute_gae(rewards, values, ends, present, gamma, gae_lambda):

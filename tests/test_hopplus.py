@@ -481,7 +481,7 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
 
 
 def steps_for(args, num, seed, searched):
-    """Made-up steps of policies, as `join` gives them."""
+    """Made-up steps of policies, as `learn_policy` gets them."""
     table = table_of(args, num, seed)
     real = script.play_steps(table, returns(args), 8, "none")["policy"]
     generator = torch.Generator().manual_seed(seed)
