@@ -1080,11 +1080,10 @@ def warm_up_world(args):
 #   actions [N, S]                what the players asked for
 #   next_cell, next_board         where the game stands then
 #   next_left [S]                 how many steps are left then
-#   place [N, S]                  where each player went, a number of OFFSETS, or GONE
 #   reward [N, S]                 what each player got
 #   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
 #   episode [S]                   rows of one episode stand together, in order
-BY_PLAYER = ("cell", "actions", "next_cell", "place", "reward", "terminated")
+BY_PLAYER = ("cell", "actions", "next_cell", "reward", "terminated")
 
 
 class MixedPlay:
@@ -1166,8 +1165,7 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
         out = game.advance(actions)
         row = {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
                "deadline": before["deadline"], "actions": actions.T, "next_cell": game.cell,
-               "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
-               "next_left": game.deadline - game.clock, "reward": out["reward"].T,
+               "next_board": game.board, "next_left": game.deadline - game.clock, "reward": out["reward"].T,
                "terminated": out["ended"].T, "over": out["over"], "episode": episode}
         order = (ego + torch.arange(n, device=device)[:, None]) % n
         row |= {name: row[name].gather(0, order) for name in BY_PLAYER}
@@ -1180,11 +1178,12 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     return {**pick(rows, slice(0, num_rows)), "height": board["height"], "width": board["width"]}
 
 
-def place_of(cell, next_cell, width, cells):
-    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [...]."""
+def places_of(rows):
+    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [N, S]."""
+    cell, next_cell, width = rows["cell"], rows["next_cell"], rows["width"]
     down, right = next_cell // width - cell // width, next_cell % width - cell % width
     place = torch.where((down.abs() <= 1) & (right.abs() <= 1), down * 3 + right + 4, GONE + 1)
-    return torch.where(next_cell == cells, GONE, place)
+    return torch.where(next_cell == rows["height"] * width, GONE, place)
 
 
 def pick(rows, which):
@@ -3007,7 +3006,7 @@ class WorldModel(nn.Module):
         weight = present / count[which].sqrt()
         weight = weight / weight.sum()  # [N, B]
 
-        place = -look_up(places.log_softmax(1).flatten(), which * (GONE + 1) + rows["place"])
+        place = -look_up(places.log_softmax(1).flatten(), which * (GONE + 1) + places_of(rows))
         bits = torch.tensor([HUNT_STAG, HUNT_HARE], device=cell.device)
         before, after = (x.gather(0, cell)[..., None] >> bits & 1 for x in (board, rows["next_board"]))
         prey = F.binary_cross_entropy_with_logits(prey, after.float(), reduction="none") * before

@@ -774,11 +774,10 @@ def imagined_episode(args, model, rows):
 #   actions [N, S]                what the players asked for
 #   next_cell, next_board         where the game stands then
 #   next_left [S]                 how many steps are left then
-#   place [N, S]                  where each player went, a number of OFFSETS, or GONE
 #   reward [N, S]                 what each player got
 #   terminated [N, S], over [S]   whose own game ended in the step, and whether the episode did
 #   episode [S]                   rows of one episode stand together, in order
-BY_PLAYER = ("cell", "actions", "next_cell", "place", "reward", "terminated")
+BY_PLAYER = ("cell", "actions", "next_cell", "reward", "terminated")
 
 
 class MixedPlay:
@@ -860,8 +859,7 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
         out = game.advance(actions)
         row = {"cell": before["cell"], "board": before["board"], "clock": before["clock"],
                "deadline": before["deadline"], "actions": actions.T, "next_cell": game.cell,
-               "next_board": game.board, "place": place_of(before["cell"], game.cell, game.width, game.cells),
-               "next_left": game.deadline - game.clock, "reward": out["reward"].T,
+               "next_board": game.board, "next_left": game.deadline - game.clock, "reward": out["reward"].T,
                "terminated": out["ended"].T, "over": out["over"], "episode": episode}
         order = (ego + torch.arange(n, device=device)[:, None]) % n
         row |= {name: row[name].gather(0, order) for name in BY_PLAYER}
@@ -874,11 +872,12 @@ def collect(board, num_rows, seed, device="cpu", gathered=0.0):
     return {**pick(rows, slice(0, num_rows)), "height": board["height"], "width": board["width"]}
 
 
-def place_of(cell, next_cell, width, cells):
-    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [...]."""
+def places_of(rows):
+    """Where players went, as a number of OFFSETS, or GONE; a jump is told as GONE + 1: [N, S]."""
+    cell, next_cell, width = rows["cell"], rows["next_cell"], rows["width"]
     down, right = next_cell // width - cell // width, next_cell % width - cell % width
     place = torch.where((down.abs() <= 1) & (right.abs() <= 1), down * 3 + right + 4, GONE + 1)
-    return torch.where(next_cell == cells, GONE, place)
+    return torch.where(next_cell == rows["height"] * width, GONE, place)
 
 
 def pick(rows, which):
@@ -952,11 +951,10 @@ def load_data(path, asked, device="cpu"):
             "deadline": read("step", np.int64) + read("steps_left", np.int64),
             "next_left": read("next_steps_left", np.int64), "actions": read("actions", np.int64).T,
             "next_cell": next_cell, "next_board": next_board,
-            "place": place_of(cell, next_cell, width, height * width),
             "reward": read("reward", np.float32).reshape(len(cell.T), -1).T,
             "terminated": read("terminated", bool).reshape(len(cell.T), -1).T, "over": read("over", bool),
             "episode": read("episode", np.int64), "height": height, "width": width}
-    if ((rows["place"] > GONE) & (cell < height * width)).any():
+    if ((places_of(rows) > GONE) & (cell < height * width)).any():
         raise Refused(f"{asked}: players jump further than to a neighbouring cell")
     return rows
 

@@ -110,8 +110,9 @@ def test_a_place_is_where_a_player_went():
     rows = script.collect(board("6x5b2p3"), 3000, 3, gathered=0.5)
     reach = script.neighbours(6, 5, "cpu")[rows["cell"]]
     reach = torch.cat([reach, torch.full_like(reach[..., :1], 30)], -1)
-    assert torch.equal(reach.gather(-1, rows["place"][..., None])[..., 0], rows["next_cell"])
-    assert script.place_of(torch.tensor([0, 0]), torch.tensor([2, 10]), 5, 30).tolist() == [script.GONE + 1] * 2
+    assert torch.equal(reach.gather(-1, script.places_of(rows)[..., None])[..., 0], rows["next_cell"])
+    jumps = {"cell": torch.tensor([0, 0]), "next_cell": torch.tensor([2, 10]), "height": 6, "width": 5}
+    assert script.places_of(jumps).tolist() == [script.GONE + 1] * 2
 
 
 def test_rows_go_through_a_file(tmp_path):
