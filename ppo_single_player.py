@@ -519,13 +519,21 @@ class Run(Saved):
         self.agent.load_state_dict(Processes.share(self.agent.state_dict()))
         self.optimizer = torch.optim.Adam(self.agent.parameters(), eps=1e-5, fused=True)
         self.returns = Returns(args.num_envs, len(args.players), args.device)
-        self.thresholds = Thresholds(args.thresholds)
+        # when the mean return of the last 500 episodes first reached each of these values
+        self.thresholds = {f"{value:g}": None for value in args.thresholds}
         self.buffer = EpisodeBuffer(args.buffer_size or 5000)
         self.true_steps = 0  # of the game, played for learning
         self.seconds = 0.0  # from the start of the script to the last update
         self.losses = []  # of the last tenth of the run: their means go into the results
         self.agent.owners = [" and ".join(self.table.names[seat] for seat in seats)
                              for seats in self.table.seats.tolist()]
+
+    def reach(self, last):
+        """Notes which thresholds the mean of the last returns [<=500, L] reaches for the first time."""
+        mean = last.mean().item() if len(last) == 500 else -math.inf
+        now = {"seconds": round(self.seconds, 2), "true_steps": self.true_steps}
+        self.thresholds = {value: now if at is None and mean >= float(value) else at
+                           for value, at in self.thresholds.items()}
 
     def content(self, args):
         """What a checkpoint holds."""
@@ -591,8 +599,7 @@ def train(args, run, folder, writer):
             run.true_steps += round(Processes.mean(played.sum())[0].item() * Processes.size)
             run.seconds = seconds_before + time.perf_counter() - START
             run.returns.take()
-            run.thresholds.check(run.returns.last, table.learner_seats, seconds=round(run.seconds, 2),
-                                 true_steps=run.true_steps)
+            run.reach(run.returns.last[:, table.learner_seats])
             run.returns.show(bar)
             bar.update(run.true_steps - bar.n)
             run.losses = run.losses + [losses] if run.true_steps > 0.9 * args.total_timesteps else []
@@ -696,10 +703,13 @@ def report(args, run, folder, writer):
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
         "sps": round(run.true_steps / run.seconds), "evaluation": evaluation,
-        "thresholds": run.thresholds.reached, "losses": losses})
+        "thresholds": run.thresholds, "losses": losses})
     if args.eval_episodes:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
-    run.thresholds.print()
+    rows = [["return", "after", ""]]
+    rows += [[value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at else
+             [value, "not reached", ""] for value, at in run.thresholds.items()]
+    print_table("mean return of the last 500 episodes first reached", rows)
     print(f"\n{run.true_steps} true steps in {run.seconds:.0f} s, and {evaluation_steps} to evaluate. "
           f"Everything is in {folder}, the last episode in "
           f"{os.path.join(folder, 'pictures', f'episode_{run.true_steps}.gif')}")
@@ -2091,28 +2101,6 @@ class Returns(Saved):
         if len(self.last):
             means = " ".join(f"{value:.2f}" for value in self.last.mean(0).tolist())
             bar.set_postfix_str(f"return {means}", refresh=False)
-
-
-class Thresholds(Saved):
-    """When the mean return of the last 500 episodes first reached each of some values."""
-
-    saved = ("reached",)
-
-    def __init__(self, values):
-        self.reached = {f"{value:g}": None for value in values}
-
-    def check(self, last, seats, **now):
-        """Looks at the mean of the last returns [<=500, N] of some seats; `now` is what to remember."""
-        mean = last[:, seats].mean().item() if len(last) == 500 else -math.inf
-        self.reached = {value: now if at is None and mean >= float(value) else at
-                        for value, at in self.reached.items()}
-
-    def print(self):
-        rows = [["return", "after", ""]]
-        for value, at in self.reached.items():
-            rows.append([value, f"{at['seconds']:.1f} s", f"{at['true_steps']} true steps"] if at
-                        else [value, "not reached", ""])
-        print_table("mean return of the last 500 episodes first reached", rows)
 
 
 def equal_players_test(returns, names):

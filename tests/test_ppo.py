@@ -586,18 +586,18 @@ def test_what_shares_a_seed_draws_different_numbers():
     assert torch.rand(4, generator=script.seeded(1, "game")).tolist() == draws[0]
 
 
-def test_thresholds_keep_what_they_are_told():
-    thresholds = script.Thresholds((2.5, 2.85))
-    thresholds.check(torch.full((499, 4), 3.0), [0], seconds=1, true_steps=10)
-    assert thresholds.reached == {"2.5": None, "2.85": None}  # too few episodes to tell
-    returns = torch.zeros(500, 4)
-    returns[:, 2] = 2.6
-    thresholds.check(returns, [2], seconds=2, true_steps=20)
-    other = script.Thresholds((2.5, 2.85))
-    other.load_state_dict(thresholds.state_dict())
-    other.check(returns + 1, [2], seconds=3, true_steps=30)
-    assert other.reached == {"2.5": {"seconds": 2, "true_steps": 20}, "2.85": {"seconds": 3, "true_steps": 30}}
-    assert thresholds.reached["2.85"] is None
+def test_thresholds_keep_what_they_are_told(tmp_path):
+    args = flags(tmp_path, thresholds=(2.5, 2.85))
+    run, other = script.Run(args), script.Run(args)
+    run.reach(torch.full((499, 1), 3.0))
+    assert run.thresholds == {"2.5": None, "2.85": None}  # too few episodes to tell
+    run.seconds, run.true_steps = 2, 20
+    run.reach(torch.full((500, 1), 2.6))
+    other.load_state_dict(run.state_dict())
+    other.seconds, other.true_steps = 3, 30
+    other.reach(torch.full((500, 1), 3.6))
+    assert other.thresholds == {"2.5": {"seconds": 2, "true_steps": 20}, "2.85": {"seconds": 3, "true_steps": 30}}
+    assert run.thresholds["2.85"] is None
 
 
 def test_returns_are_summed_up_to_the_end_of_each_episode():
