@@ -585,15 +585,14 @@ def train(args, run, folder, writer):
             run.optimizer.param_groups[0]["lr"] = learning_rate
 
             started = time.perf_counter()
-            data, played = rollout(args, table, run.returns)
-            taken, trace = data, None
-            middle = time.perf_counter()
+            taken, played = rollout(args, table, run.returns)
+            data, middle = taken, time.perf_counter()
             if args.buffer == "episodes":
-                data = run.buffer.add(data, played)
+                data = run.buffer.add(taken, played)
                 most = -Processes.most(-data["rewards"].shape[2])[0]  # all learn from as many, the newest
                 data = {key: part[:, :, -most:] for key, part in data.items()}
-                data, trace = bring_up_to_date(run.agent, data)
-            losses = update(args, run.agent, run.optimizer, data, trace, ent_coef, soft_coef, table.generator)
+                data = bring_up_to_date(run.agent, data)
+            losses = update(args, run.agent, run.optimizer, data, ent_coef, soft_coef, table.generator)
             ended = time.perf_counter()
 
             run.true_steps += round(Processes.mean(played.sum())[0].item() * Processes.size)
@@ -958,7 +957,7 @@ class EpisodeBuffer(Saved):
 
 @torch.no_grad()
 def bring_up_to_date(agent, data):
-    """Stored data with the log-probabilities and values of the present policy, and each sample's trace.
+    """Stored data with the log-probabilities and values of the present policy, and each sample's `trace`.
 
     The stored log-probability is the one that the action was drawn with. PPO's ratio is taken to the present
     policy, and each sample counts by its trace, min(1, present / drawn): decoupled PPO (Hilton et al. 2022).
@@ -967,13 +966,14 @@ def bring_up_to_date(agent, data):
     log_probs, values = (torch.stack(answer) for answer in zip(*answers))
     logprobs = log_probs.gather(-1, data["actions"][..., None]).squeeze(-1)
     trace = (logprobs - data["logprobs"]).exp().clamp(max=1)
-    return {**data, "logprobs": logprobs, "values": torch.cat([values, data["values"][-1:]])}, trace
+    values = torch.cat([values, data["values"][-1:]])
+    return {**data, "logprobs": logprobs, "values": values, "trace": trace}
 
 
 # ==================================================================================== learning
 
 
-def traced_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
+def traced_gae(rewards, values, ends, present, gamma, gae_lambda, trace):
     """Generalised advantages (Schulman et al. 2016, eq. 16) and value targets of [T, ...]; values [T+1, ...].
 
     Where a player's game ends nothing comes after: no value, no later advantage. Where it is absent all is 0.
@@ -982,7 +982,6 @@ def traced_gae(rewards, values, ends, present, gamma, gae_lambda, trace=None):
     advantage counts by the trace of the action that led to it, as in V-trace (Espeholt et al. 2018) and
     Retrace.
     """
-    trace = torch.ones_like(rewards) if trace is None else trace
     goes_on = 1 - ends.to(rewards.dtype)
     advantages = torch.zeros_like(rewards)
     later = torch.zeros_like(rewards[0])
@@ -1080,9 +1079,10 @@ def answer(agent, batch):
     return log_probs, value, {key: part.flatten(1, 2) for key, part in batch.items()}
 
 
-def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
+def update(args, agent, optimizer, data, ent_coef, soft_coef, generator):
     """One PPO update of all learners on data [T, L, M]. -> the means of the losses over it, each [L]"""
     rewards = data["rewards"] + soft_coef * args.reward_scale * data["entropy"]
+    trace = data.get("trace", torch.ones_like(rewards))  # of steps just taken: 1
     memory, counts, weight = data.get("memory"), data["present"], share_out(data["present"].float())
     value_weight = weight
     if memory is not None:  # they also value the time that they are away, for the meeting goes on
@@ -1096,9 +1096,8 @@ def update(args, agent, optimizer, data, trace, ent_coef, soft_coef, generator):
     seen = {key: data[key] for key in ("x", "told", "awake", "parted") if key in data}
     data = {**seen, "actions": data["actions"], "logprobs": data["logprobs"], "returns": returns,
             "advantages": standardise(advantages, weight),
-            "weight": weight * args.num_minibatches,
-            "value_weight": value_weight * args.num_minibatches,
-            "trace": torch.ones_like(advantages) if trace is None else trace}
+            "weight": weight * args.num_minibatches, "trace": trace,
+            "value_weight": value_weight * args.num_minibatches}
     totals = []
     for _ in range(args.update_epochs):
         batches = (cut_samples(data, args.num_minibatches, generator) if memory is None else

@@ -43,7 +43,7 @@ def measure(flags, repeats, updates):
             begun = time.perf_counter()
             data, _ = script.rollout(args, table, returns)
             middle = time.perf_counter()
-            script.update(args, table.agent, optimizer, data, None, args.ent_coef, args.soft_coef, table.generator)
+            script.update(args, table.agent, optimizer, data, args.ent_coef, args.soft_coef, table.generator)
             played, learned = played + middle - begun, learned + time.perf_counter() - middle
         if repeat:  # the first is for warming up
             speeds.append(4 * args.num_envs * args.num_steps * updates / (played + learned))

@@ -73,7 +73,7 @@ def test_gae_equals_the_slow_sum(stale):
     rewards, values, ends, present = random_games(generator, 40, 30)
     trace = torch.rand(40, 30, generator=generator) if stale else torch.ones(40, 30)
     data = rewards, values, ends, present
-    advantages, returns = script.traced_gae(*data, 0.97, 0.9, trace if stale else None)
+    advantages, returns = script.traced_gae(*data, 0.97, 0.9, trace)
     for row in range(30):
         slow = slow_gae(*(x[:, row].tolist() for x in data), 0.97, 0.9, trace[:, row].tolist())
         assert advantages[:, row].tolist() == pytest.approx(slow, abs=1e-5)
@@ -89,8 +89,9 @@ def test_what_happens_while_absent_changes_no_advantage():
     changed_rewards = torch.where(present, rewards, 7.0)
     changed_values = values.clone()
     changed_values[:-1] = torch.where(present, values[:-1], -9.0)
-    one, _ = script.traced_gae(rewards, values, ends, present, 0.97, 0.9)
-    two, _ = script.traced_gae(changed_rewards, changed_values, ends, present, 0.97, 0.9)
+    trace = torch.ones_like(rewards)
+    one, _ = script.traced_gae(rewards, values, ends, present, 0.97, 0.9, trace)
+    two, _ = script.traced_gae(changed_rewards, changed_values, ends, present, 0.97, 0.9, trace)
     assert torch.equal(one, two)
 
 
@@ -320,7 +321,7 @@ def test_gae_over_the_episodes_of_meetings_equals_a_plain_loop():
                 over[t, row], parted[t, row] = True, episode % 3 == 2
                 clock, episode = 0, episode + 1
     ends = script.meeting_ends(over, parted, left, gamma)
-    answer, _ = script.traced_gae(rewards, values, ends, torch.ones_like(over), gamma, lam)
+    answer, _ = script.traced_gae(rewards, values, ends, torch.ones_like(over), gamma, lam, torch.ones_like(rewards))
     for row in range(rows):
         for begin in range(steps):
             expected, factor = 0.0, 1.0
@@ -342,7 +343,7 @@ def test_each_advantage_is_divided_by_what_was_expected(tmp_path, monkeypatch):
         run = script.Run(args)
         data, _ = script.rollout(args, run.table, run.returns)
         data["values"] = data["values"] + 0.3
-        script.update(args, run.agent, run.optimizer, data, None, 0.0, 0.0, run.table.generator)
+        script.update(args, run.agent, run.optimizer, data, 0.0, 0.0, run.table.generator)
     plain, divided = (batch["advantages"][batch["weight"] > 0] for batch in given)
     value = (given[0]["returns"] - given[0]["advantages"])[given[0]["weight"] > 0]
     assert torch.allclose(divided, plain / (value.abs() + 0.5 * args.reward_scale), atol=1e-5)

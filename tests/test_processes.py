@@ -145,7 +145,7 @@ def ppo_case(memory):
             {key: rows(part, k).flatten(1, 2) for key, part in data.items()} for k in range(many))
         ppo.cut_sequences = lambda data, memory, many, _: (
             {**{key: rows(part, k) for key, part in data.items()}, "memory": memory[:, k::3]} for k in range(many))
-        losses = ppo.update(args, agent, optimizer, data, None, 0.02, 0.05, None)
+        losses = ppo.update(args, agent, optimizer, data, 0.02, 0.05, None)
         losses.pop("explained_variance")  # it is each process's own, averaged
         return agent.state_dict(), losses
 
