@@ -1141,7 +1141,6 @@ class Views:
 
     def __init__(self, height, width, num_players, final_time, device="cpu"):
         n, cells, sight = num_players, height * width, 2 * SIGHT + 1
-        self.num_players, self.cells = n, cells
         # Facts: window [row, plane, column], previous action [player, action], nothing, cell, legal actions,
         # step, steps left.
         self.first_previous = sight * sight * (n + 2)

@@ -900,7 +900,7 @@ def load_goals(path, asked, args, prior, known):
     saved = load_checkpoint(path, asked, args.device)
     if "prior" not in saved:
         raise Refused(f"{asked}: {path} holds no goals, it was written by {saved['script']}")
-    fitting = {"num_players": known.views.num_players}
+    fitting = {"num_players": len(known.views.order)}
     for name in ("height", "width", "final_time", "goal_dim", "hypotheses", "hidden_size", "vae_size"):
         fitting[name] = getattr(args, name)
     for name, value in fitting.items():
@@ -1269,7 +1269,6 @@ class Views:
 
     def __init__(self, height, width, num_players, final_time, device="cpu"):
         n, cells, sight = num_players, height * width, 2 * SIGHT + 1
-        self.num_players, self.cells = n, cells
         # Facts: window [row, plane, column], previous action [player, action], nothing, cell, legal actions,
         # step, steps left.
         self.first_previous = sight * sight * (n + 2)
