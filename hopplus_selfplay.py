@@ -3657,14 +3657,6 @@ def open_run(args):
     return Processes.share(folder)
 
 
-def leave_results(args, results):
-    """Makes the folder of something short, which is not resumed, with its results in it. -> folder"""
-    folder = open_run(args)
-    Interrupt.advice = f"{folder} is not complete"
-    save_json(os.path.join(folder, "results.json"), results)
-    return folder
-
-
 class Silent:
     """A writer that writes nothing."""
 
@@ -3943,7 +3935,9 @@ def report_meetings(args, answer):
     second_half = {"mean": later.mean().item(), "ci95": interval(later),
                    "seats": answer[:, :, half:].mean((1, 2)).tolist()}
     results = {"players": list(args.players), "episodes": episodes, "second_half": second_half}
-    folder = leave_results(args, results)
+    folder = open_run(args)
+    Interrupt.advice = f"{folder} is not complete"  # it is not resumed
+    save_json(os.path.join(folder, "results.json"), results)
     rows = [["episode", "return", "95 %"]]
     for number, row in enumerate(episodes, 1):
         rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])

@@ -676,7 +676,7 @@ def play_episodes(args, agent, num_envs, episodes, greedy, seed):
             total = total + table.play(table.act(greedy)[0], restart=False)["reward"] * running[:, None]
             steps += int(running.sum())
         finished.append(total)
-        table.restart()
+        table.begin(table.over)
     return torch.stack(finished), steps
 
 
@@ -860,10 +860,6 @@ class Table(Saved):
             self.memory, self.told = self.memory * goes_on, self.told * goes_on
         return first
 
-    def restart(self):
-        """Begins a new episode everywhere."""
-        self.begin(torch.ones_like(self.over))
-
 
 def load_policies(names, views):
     """Stacks the trained players named `runs/x/checkpoint.pt:player_1` into one Agent that does not learn."""
@@ -902,7 +898,7 @@ def rollout(args, table, returns):
     """
     whole_episodes = args.buffer == "episodes"
     if whole_episodes:
-        table.restart()
+        table.begin(torch.ones_like(table.over))
     steps, played, memory = [], torch.zeros_like(table.game.clock), table.memory
     for _ in range(args.final_time if whole_episodes else args.num_steps):
         actions, step = table.act()
@@ -1902,14 +1898,6 @@ def open_run(args):
     return Processes.share(folder)
 
 
-def leave_results(args, results):
-    """Makes the folder of something short, which is not resumed, with its results in it. -> folder"""
-    folder = open_run(args)
-    Interrupt.advice = f"{folder} is not complete"
-    save_json(os.path.join(folder, "results.json"), results)
-    return folder
-
-
 class Silent:
     """A writer that writes nothing."""
 
@@ -2188,7 +2176,9 @@ def report_meetings(args, answer):
     second_half = {"mean": later.mean().item(), "ci95": interval(later),
                    "seats": answer[:, :, half:].mean((1, 2)).tolist()}
     results = {"players": list(args.players), "episodes": episodes, "second_half": second_half}
-    folder = leave_results(args, results)
+    folder = open_run(args)
+    Interrupt.advice = f"{folder} is not complete"  # it is not resumed
+    save_json(os.path.join(folder, "results.json"), results)
     rows = [["episode", "return", "95 %"]]
     for number, row in enumerate(episodes, 1):
         rows.append([number, f"{row['return']:.3f}", f"± {row['ci95']:.3f}"])

@@ -372,7 +372,9 @@ def main(args):
     print(f"expected calibration error: {results['calibration_error']:.2e}")
     frames = imagined_episode(args, model, long)
     with Interrupt() as interrupt:  # what is written now takes a few seconds
-        folder = leave_results(args, results)
+        folder = open_run(args)
+        Interrupt.advice = f"{folder} is not complete"  # it is not resumed
+        save_json(os.path.join(folder, "results.json"), results)
         log_results(args, folder, totals, results, curve, frames)
     print(f"\nPictures and results.json are in {folder}")
     return 128 + interrupt.wanted if interrupt.wanted else 0
@@ -1591,14 +1593,6 @@ def open_run(args):
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
     return Processes.share(folder)
-
-
-def leave_results(args, results):
-    """Makes the folder of something short, which is not resumed, with its results in it. -> folder"""
-    folder = open_run(args)
-    Interrupt.advice = f"{folder} is not complete"
-    save_json(os.path.join(folder, "results.json"), results)
-    return folder
 
 
 class Silent:
