@@ -713,7 +713,8 @@ def train(args):
         run = Run(args)
     else:
         run = Run(args, checkpoint)
-        if had_finished(args, run.timesteps >= args.total_timesteps):
+        if run.timesteps >= args.total_timesteps and os.path.isfile(f"{args.resume}/results.json"):
+            print(f"{args.resume} had finished: nothing was changed")
             return 0
         folder = open_run(args)
     log = Log(args, folder, run)
@@ -3783,13 +3784,6 @@ def restore(run, state, args):
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
 
-
-def had_finished(args, trained):
-    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
-    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
-    if over:
-        print(f"{args.resume} had finished: nothing was changed")
-    return over
 
 
 def keep_bad_state(folder, content, failure, when):

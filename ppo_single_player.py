@@ -552,8 +552,9 @@ def main(args):
     run = Run(args)
     if checkpoint is not None:
         restore(run, checkpoint["run"], args)
-    if had_finished(args, run.true_steps >= args.total_timesteps):
-        return 0
+        if run.true_steps >= args.total_timesteps and os.path.isfile(f"{args.resume}/results.json"):
+            print(f"{args.resume} had finished: nothing was changed")
+            return 0
     folder = open_run(args)
     writer = open_writer(folder, args, run.true_steps)
     add_plots(writer, PLOTS)
@@ -2024,13 +2025,6 @@ def restore(run, state, args):
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
 
-
-def had_finished(args, trained):
-    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
-    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
-    if over:
-        print(f"{args.resume} had finished: nothing was changed")
-    return over
 
 
 def keep_bad_state(folder, content, failure, when):

@@ -525,10 +525,11 @@ def main(args):
     run = Run(args, len(samples["length"]))
     if checkpoint is not None:
         restore(run, checkpoint, args)
+        if run.step >= run.last_step and os.path.isfile(f"{args.resume}/results.json"):
+            print(f"{args.resume} had finished: nothing was changed")
+            return 0
     elif args.save_data is not None:
         save_games(args, games)
-    if had_finished(args, run.step >= run.last_step):
-        return 0
     folder = open_run(args)
     writer = open_writer(folder, args, len(run.history))
     print(f"[VAE] {len(samples['x'])} samples of {args.episodes} episodes to train on, {len(held_out['x'])} "
@@ -2071,13 +2072,6 @@ def restore(run, state, args):
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
 
-
-def had_finished(args, trained):
-    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
-    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
-    if over:
-        print(f"{args.resume} had finished: nothing was changed")
-    return over
 
 
 def keep_bad_state(folder, content, failure, when):

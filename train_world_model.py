@@ -480,7 +480,9 @@ def main(args):
     boards = check_flags(args)
     prepare_torch(args)
     checkpoint = load_run(args)
-    if checkpoint is not None and had_finished(args, checkpoint["run"]["updates"] >= args.num_updates):
+    over = checkpoint is not None and checkpoint["run"]["updates"] >= args.num_updates
+    if over and os.path.isfile(f"{args.resume}/results.json"):
+        print(f"{args.resume} had finished: nothing was changed")
         return 0
     learned, held_out = load_files(args) if args.data else play_boards(args, boards)
     run = Run(args, learned)
@@ -1641,13 +1643,6 @@ def restore(run, state, args):
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
 
-
-def had_finished(args, trained):
-    """Whether the run of --resume, `trained` to its end or not, is over and done; then says so."""
-    over = args.resume is not None and trained and os.path.isfile(os.path.join(args.resume, "results.json"))
-    if over:
-        print(f"{args.resume} had finished: nothing was changed")
-    return over
 
 
 def keep_bad_state(folder, content, failure, when):
