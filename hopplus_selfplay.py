@@ -723,8 +723,9 @@ def train(args):
     try:
         stopped = play_and_learn(args, folder, run, log)
     except NotFinite as failure:
-        content = {**run.players(args), "run": run.state_dict()}
-        keep_bad_state(folder, content, failure, f"after {run.timesteps} steps")
+        save_checkpoint(folder, {**run.players(args), "run": run.state_dict()}, "not-finite.pt")
+        raise Failed(f"{failure}, after {run.timesteps} steps; the state is kept in {folder}/not-finite.pt, "
+                     "and the last good checkpoint stays") from failure
     log.bar.close()
     if stopped:
         print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
@@ -3783,14 +3784,6 @@ def restore(run, state, args):
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
-
-
-
-def keep_bad_state(folder, content, failure, when):
-    """Ends a run whose numbers ceased to be finite; the last good checkpoint stays."""
-    save_checkpoint(folder, content, "not-finite.pt")
-    raise Failed(f"{failure}, {when}; the state is kept in {os.path.join(folder, 'not-finite.pt')}, and the "
-                 "last good checkpoint stays") from failure
 
 
 def load_checkpoint(path, asked, device="cpu"):

@@ -561,7 +561,9 @@ def main(args):
     try:
         stopped = train(args, run, folder, writer)
     except NotFinite as failure:
-        keep_bad_state(folder, run.content(args), failure, f"after {run.true_steps} steps")
+        save_checkpoint(folder, run.content(args), "not-finite.pt")
+        raise Failed(f"{failure}, after {run.true_steps} steps; the state is kept in {folder}/not-finite.pt, "
+                     "and the last good checkpoint stays") from failure
     if stopped:
         print(f"stopped at {run.true_steps} steps; go on with: python {SCRIPT} --resume {folder}")
     elif not Processes.rank:
@@ -2024,14 +2026,6 @@ def restore(run, state, args):
     except (KeyError, RuntimeError, TypeError, ValueError, AttributeError, IndexError) as error:
         raise Refused(f"--resume {args.resume}: its checkpoint does not fit this script "
                       f"({type(error).__name__})") from error
-
-
-
-def keep_bad_state(folder, content, failure, when):
-    """Ends a run whose numbers ceased to be finite; the last good checkpoint stays."""
-    save_checkpoint(folder, content, "not-finite.pt")
-    raise Failed(f"{failure}, {when}; the state is kept in {os.path.join(folder, 'not-finite.pt')}, and the "
-                 "last good checkpoint stays") from failure
 
 
 def load_checkpoint(path, asked, device="cpu"):
