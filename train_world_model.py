@@ -1307,9 +1307,8 @@ class BatchedStagHunt(Saved):
     def advance(self, actions):
         """Plays one joint move [B, N] and does not reset.
 
-        -> dict of reward, action as played, present when the step began, left in this step, here after it,
-        ended (this player's own game is over, for it left or the episode is over): each [B, N]; and of
-        terminated, truncated, over (the episode): each [B].
+        -> dict of reward, action as played, present when the step began, left in this step, ended (this
+        player's own game is over, for it left or the episode is over): each [B, N]; over (the episode) [B]
         """
         bits = self.legal_bits()
         action = torch.where((actions >= 0) & (actions < NUM_ACTIONS), actions, STAY).T.to(torch.uint8)
@@ -1337,12 +1336,10 @@ class BatchedStagHunt(Saved):
         if self.dynamic_final_time:
             after_catch = torch.where(caught.any(0), self.clock + 5, self.final_time)
             self.deadline = torch.minimum(self.deadline, after_catch)
-        here = self.cell < self.cells
-        terminated = (self.board.amax(0) < STAG_BIT) | ~here.any(0)
-        over = terminated | (self.clock >= self.deadline)
-        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T, "here": here.T,
-                "ended": (left | over).T, "terminated": terminated, "truncated": over & ~terminated,
-                "over": over}
+        nothing_left = (self.board.amax(0) < STAG_BIT) | (self.cell == self.cells).all(0)  # prey, players
+        over = nothing_left | (self.clock >= self.deadline)
+        return {"reward": reward.T, "action": action.T, "present": present.T, "left": left.T,
+                "ended": (left | over).T, "over": over}
 
 
 # ===================================================================================== players

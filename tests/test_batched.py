@@ -165,7 +165,7 @@ def lock_step(games, batched, resetting, rng, start):
             np.testing.assert_array_equal(out["action"][env], game.last_actions)
             np.testing.assert_array_equal(terminated[env], [terminations.get(agent, False) for agent in agents])
             np.testing.assert_array_equal(truncated[env], [truncations.get(agent, False) for agent in agents])
-            assert (out["terminated"] | out["truncated"])[env] == info["over"][env] == (not game.agents)
+            assert out["over"][env] == info["over"][env] == (not game.agents)
         compare_observation([games[env] for env in playing],
                             {name: tensor[playing] for name, tensor in observation.items()})
     return steps
@@ -376,15 +376,14 @@ def test_automatic_reset():
         observation, reward, terminated, truncated, info = game.step(actions)
         over = info["over"]
         ended += int(over.sum())
-        assert torch.equal(over, info["terminated"] | info["truncated"])
         assert torch.equal(info["ended"], info["left"] | over[:, None])
-        assert not (info["terminated"] & info["truncated"]).any()
+        assert not (terminated & truncated).any()
         assert torch.equal(observation["step"], torch.where(over, 0, clock + 1))
         assert torch.equal(observation["steps_left"], 9 - observation["step"])
         assert (observation["actions"][over] == STAY).all()
         assert (observation["observation"][over][..., 0].flatten(2).sum(2) == 1).all()  # everybody is there
         assert (bits >> actions & 1).all() and torch.equal(info["action"], actions.to(torch.uint8))
-        assert torch.equal(terminated | truncated, info["left"] | (over[:, None] & info["here"]))
+        assert torch.equal(terminated | truncated, info["left"] | (over[:, None] & info["present"]))
     assert ended > 2_000
 
 

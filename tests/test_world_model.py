@@ -62,7 +62,7 @@ def test_views_are_those_of_the_game(text):
     generator = torch.Generator().manual_seed(1)
     for _ in range(8):
         actions = torch.randint(7, game.cell.T.shape, generator=generator)
-        game.reset(game.advance(actions)["terminated"])
+        game.reset(game.advance(actions)["over"])
     observation, n = game.observe(), game.num_players
     for ego in range(n):
         cell = game.cell[(ego + torch.arange(n)) % n]
