@@ -699,7 +699,7 @@ def check_files(args):
         asked = f"--world-model-checkpoint {args.world_model_checkpoint}"
         trained = load_world_model(args.world_model_checkpoint, asked)[1]["config"]
         rules = ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial")
-        for name in rules if not trained["data"] else ():
+        for name in rules if not trained.get("data") else ():
             if trained[name] != getattr(args, name):
                 raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which has "
                               f"{trained[name]}")
@@ -728,7 +728,7 @@ def train(args):
                      "and the last good checkpoint stays") from failure
     log.bar.close()
     if stopped:
-        print(f"stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume {folder}")
+        print(f'stopped at {run.timesteps} steps; go on with: python {SCRIPT} --resume "{folder}"')
     elif not Processes.rank:
         report(args, folder, run, log)
     log.writer.close()
@@ -865,7 +865,7 @@ def report(args, folder, run, log):
             summary = results["evaluation"][mode] = summarise(played.cpu(), table.hop_seats, args.players)
             means = (f"{summary[name]:.3f} ± {summary['ci95'][name]:.3f}" for name in table.names + ["mean"])
             rows.append([told, *means, summary["episodes"], equality(summary)])
-            log.add(f"evaluation/{mode}", summary["mean"])
+            log.add(f"a_result/{mode}", summary["mean"])
     if len(rows) > 1:
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     results |= tell_curve(run.curve, args.total_timesteps)
@@ -885,7 +885,7 @@ def report(args, folder, run, log):
         print("\nworld model, on fresh mixed games: " + ", ".join(
             f"{share:.3%} of {what} exact" for what, share in results["world_model"].items()))
     results["evaluation_steps"] = measured
-    add_hparams(log.writer, args, [f"evaluation/{mode}" for mode in results["evaluation"]])
+    add_hparams(log.writer, args)
     log.writer.flush()
     save_json(os.path.join(folder, "results.json"), results)
     last = os.path.join(folder, "pictures", f"episode_{run.timesteps}.gif")
@@ -894,9 +894,8 @@ def report(args, folder, run, log):
           f"{run.warmup_seconds:.0f} s to warm up; {measured} more steps only to measure. Everything is "
           f"in {folder}, the last episode in {last}")
     print(f"What they predict of one another, as a picture: {drawn}")
-    seats = {"players": args.players} if args.players != Args.players else {}
     strangers = ("hop", *["nh"] * (len(args.players) - 1))
-    print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder, **seats),
+    print_next(args, look_into_their_heads=command(mode="watch", checkpoint=folder),
                take_a_seat_yourself=command(mode="play", checkpoint=folder),
                meet_hare_hunters=command(mode="adapt", checkpoint=folder, players=strangers))
 
@@ -2244,7 +2243,8 @@ def record_game(args, table, seed):
 def load_players(args):
     """The trained players of --checkpoint. -> args as they were trained, what players.pt holds"""
     path = asked = args.checkpoint
-    path = os.path.join(path, "players.pt") if os.path.isdir(path) else path
+    for name in ("checkpoint.pt", "players.pt"):  # the latter, if the run has come so far
+        path = os.path.join(asked, name) if os.path.isfile(os.path.join(asked, name)) else path
     saved = load_checkpoint(path, f"--checkpoint {asked}")
     if "policy" not in saved.get("networks", ()):
         raise Refused(f"--checkpoint {asked} holds no HOP+ players, it was written by {saved['script']}")
@@ -2427,7 +2427,8 @@ LEAVE = ("q", "Q", "", "\x04")  # also the end of a file, and Ctrl-D
 def press(keys):
     """The next key: at once from a terminal, else the next character of a file, "" at its end."""
     if not keys.isatty():
-        return keys.read(1)
+        key = keys.read(1)
+        return ARROWS.get(keys.read(2)[-1:], "?") if key == "\x1b" else key
     if os.name == "nt":
         import msvcrt
 
@@ -3431,6 +3432,8 @@ class UserPlayer:
     def __init__(self, name, game):
         self.name = name
         path, _, class_name = name.rpartition(":")
+        if not os.path.isfile(path):
+            raise Refused(f"--players {name}: there is no {path}")
         try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
@@ -3438,6 +3441,8 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
+        except Failed as failure:
+            raise Refused(str(failure)) from failure
         except BaseException as error:
             raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 
@@ -3583,6 +3588,8 @@ def resolve_flags(args):
         if left_out or given == before:
             continue
         if field.name not in ANYTHING_GOES and (field.name not in MAY_GROW or given < before):
+            given, before = (" ".join(map(str, value)) if isinstance(value, tuple) else value
+                             for value in (given, before))
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **saved)
@@ -3614,7 +3621,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+    device = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # Windows takes none of these
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(device, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")
@@ -3623,14 +3631,14 @@ def run_folder(args, number=0):
         return folder
     if args.run_name is None:  # another run was begun in this very second
         return run_folder(args, number + 1)
-    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one")
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     if Processes.rank:
         folder = Processes.share(None)
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
         return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
@@ -3650,7 +3658,7 @@ def open_run(args):
             told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
             told = f"--resume {folder} cannot be written into" if args.resume else told
             raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
     return Processes.share(folder)
@@ -3686,7 +3694,7 @@ def add_plots(writer, patterns):
     layout = {}
     for pattern in patterns:
         group, _, which = pattern.partition("/")
-        title = " and ".join(re.findall(r"\w+", which)) or "all"
+        title = " and ".join(re.findall(r"[\w ]+", which.replace(".*", "all "))).strip()
         layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
     writer.add_custom_scalars(layout)
 
@@ -3786,7 +3794,7 @@ def restore(run, state, args):
 def load_checkpoint(path, asked, device="cpu"):
     """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{asked}: there is no file {path}")
+        raise Refused(f"{asked}: there is no {path}")
     try:
         with open(path, "rb") as file:
             data, _, digest = file.read().rpartition(DIGEST)
@@ -3867,15 +3875,16 @@ def summarise(returns, seats, names):
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
-def add_hparams(writer, args, tags):
-    """Sets the seed, and the flags that are not as by default, beside the run's last scalars of some tags, on
-    TensorBoard's page that compares runs."""
+def add_hparams(writer, args):
+    """Sets the seed, and the flags that are not as by default, beside the run's last scalars on TensorBoard's
+    page that compares runs, which shows the first five by name: those of a_result."""
     from torch.utils.tensorboard.summary import hparams
 
     changed = changed_flags(args) | {"seed": args.seed}
     flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
              for name, value in changed.items() if name != "runs_dir"}
-    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+    # Not add_hparams, which makes a run of its own; nor the first part, that would choose all runs' columns.
+    for summary in hparams(flags, {})[1:]:
         writer._get_file_writer().add_summary(summary)
 
 

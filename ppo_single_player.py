@@ -565,7 +565,7 @@ def main(args):
         raise Failed(f"{failure}, after {run.true_steps} steps; the state is kept in {folder}/not-finite.pt, "
                      "and the last good checkpoint stays") from failure
     if stopped:
-        print(f"stopped at {run.true_steps} steps; go on with: python {SCRIPT} --resume {folder}")
+        print(f'stopped at {run.true_steps} steps; go on with: python {SCRIPT} --resume "{folder}"')
     elif not Processes.rank:
         report(args, run, folder, writer)
     writer.close()
@@ -695,12 +695,12 @@ def report(args, run, folder, writer):
         evaluation[mode] = result = summarise(returns, table.learner_seats, names)
         columns = [f"{result[name]:.3f} ± {result['ci95'][name]:.3f}" for name in (*table.names, "mean")]
         rows.append([mode, *columns, result["episodes"], equality(result)])
-        writer.add_scalar(f"evaluation/{mode}", result["mean"], run.true_steps)
+        writer.add_scalar(f"a_result/{mode}", result["mean"], run.true_steps)
     losses = {}
     for key in run.losses[0]:
         mean = torch.stack([update[key] for update in run.losses]).mean(0)
         losses[key] = {name: mean[learner].item() for name, learner in table.learner_of.items()}
-    add_hparams(writer, args, [f"evaluation/{mode}" for mode in evaluation])
+    add_hparams(writer, args)
     writer.flush()
     save_json(os.path.join(folder, "results.json"), {
         "true_steps": run.true_steps, "evaluation_steps": evaluation_steps, "seconds": round(run.seconds, 2),
@@ -1673,6 +1673,8 @@ class UserPlayer:
     def __init__(self, name, game):
         self.name = name
         path, _, class_name = name.rpartition(":")
+        if not os.path.isfile(path):
+            raise Refused(f"--players {name}: there is no {path}")
         try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
@@ -1680,6 +1682,8 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
+        except Failed as failure:
+            raise Refused(str(failure)) from failure
         except BaseException as error:
             raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 
@@ -1825,6 +1829,8 @@ def resolve_flags(args):
         if left_out or given == before:
             continue
         if field.name not in ANYTHING_GOES and (field.name not in MAY_GROW or given < before):
+            given, before = (" ".join(map(str, value)) if isinstance(value, tuple) else value
+                             for value in (given, before))
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **saved)
@@ -1856,7 +1862,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+    device = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # Windows takes none of these
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(device, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")
@@ -1865,14 +1872,14 @@ def run_folder(args, number=0):
         return folder
     if args.run_name is None:  # another run was begun in this very second
         return run_folder(args, number + 1)
-    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one")
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     if Processes.rank:
         folder = Processes.share(None)
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
         return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
@@ -1892,7 +1899,7 @@ def open_run(args):
             told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
             told = f"--resume {folder} cannot be written into" if args.resume else told
             raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
     return Processes.share(folder)
@@ -1928,7 +1935,7 @@ def add_plots(writer, patterns):
     layout = {}
     for pattern in patterns:
         group, _, which = pattern.partition("/")
-        title = " and ".join(re.findall(r"\w+", which)) or "all"
+        title = " and ".join(re.findall(r"[\w ]+", which.replace(".*", "all "))).strip()
         layout.setdefault(group, {})[title] = ["Multiline", [pattern]]
     writer.add_custom_scalars(layout)
 
@@ -2028,7 +2035,7 @@ def restore(run, state, args):
 def load_checkpoint(path, asked, device="cpu"):
     """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{asked}: there is no file {path}")
+        raise Refused(f"{asked}: there is no {path}")
     try:
         with open(path, "rb") as file:
             data, _, digest = file.read().rpartition(DIGEST)
@@ -2109,15 +2116,16 @@ def summarise(returns, seats, names):
             "equal_players": {"largest_z": finite(score), "limit": finite(limit), "equal": score <= limit}}
 
 
-def add_hparams(writer, args, tags):
-    """Sets the seed, and the flags that are not as by default, beside the run's last scalars of some tags, on
-    TensorBoard's page that compares runs."""
+def add_hparams(writer, args):
+    """Sets the seed, and the flags that are not as by default, beside the run's last scalars on TensorBoard's
+    page that compares runs, which shows the first five by name: those of a_result."""
     from torch.utils.tensorboard.summary import hparams
 
     changed = changed_flags(args) | {"seed": args.seed}
     flags = {name: value if isinstance(value, (bool, int, float, str)) else str(value)
              for name, value in changed.items() if name != "runs_dir"}
-    for summary in hparams(flags, dict.fromkeys(tags, 0.0)):  # not add_hparams, which makes a run of its own
+    # Not add_hparams, which makes a run of its own; nor the first part, that would choose all runs' columns.
+    for summary in hparams(flags, {})[1:]:
         writer._get_file_writer().add_summary(summary)
 
 

@@ -541,7 +541,7 @@ def main(args):
         raise Failed(f"{failure}, after {run.step} minibatches, in epoch {len(run.history)}; the state is "
                      f"kept in {folder}/not-finite.pt, and the last good checkpoint stays") from failure
     if stopped:
-        print(f"stopped in epoch {len(run.history)}; go on with: python {SCRIPT} --resume {folder}")
+        print(f'stopped in epoch {len(run.history)}; go on with: python {SCRIPT} --resume "{folder}"')
     elif not Processes.rank:
         report(args, run, folder, writer, evaluation or evaluate(args, run, held_out), samples, held_out)
     writer.close()
@@ -1881,6 +1881,8 @@ def resolve_flags(args):
         if left_out or given == before:
             continue
         if field.name not in ANYTHING_GOES and (field.name not in MAY_GROW or given < before):
+            given, before = (" ".join(map(str, value)) if isinstance(value, tuple) else value
+                             for value in (given, before))
             raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **saved)
@@ -1912,7 +1914,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    if re.search(r'[<>:"/\\|?*\0]', name) or name.strip(". ") != name:  # Windows takes none of these
+    device = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # Windows takes none of these
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(device, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")
@@ -1921,14 +1924,14 @@ def run_folder(args, number=0):
         return folder
     if args.run_name is None:  # another run was begun in this very second
         return run_folder(args, number + 1)
-    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one; --resume goes on with a run")
+    raise Refused(f"--run-name {name}: {folder} cannot be made: there is one")
 
 
 def open_run(args):
     """Makes the folder of this run, or goes into that of --resume. -> folder"""
     if Processes.rank:
         folder = Processes.share(None)
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
         return folder
     folder = args.resume or run_folder(args)
     place = args.resume or folder + ".new"  # so that there is never a folder without its config.json
@@ -1948,7 +1951,7 @@ def open_run(args):
             told = f"--run-name {os.path.basename(folder)}: {folder} cannot be made"
             told = f"--resume {folder} cannot be written into" if args.resume else told
             raise Refused(f"{told}: {getattr(error, 'strerror', error)}") from error
-        Interrupt.advice = f"go on with: python {SCRIPT} --resume {folder}"
+        Interrupt.advice = f'go on with: python {SCRIPT} --resume "{folder}"'
     if interrupt.wanted:
         Interrupt.leave(interrupt.wanted)
     return Processes.share(folder)
@@ -2074,7 +2077,7 @@ def restore(run, state, args):
 def load_checkpoint(path, asked, device="cpu"):
     """Reads a checkpoint; what is none is refused in the name of what asked for it, a flag with its value."""
     if not os.path.isfile(path):
-        raise Refused(f"{asked}: there is no file {path}")
+        raise Refused(f"{asked}: there is no {path}")
     try:
         with open(path, "rb") as file:
             data, _, digest = file.read().rpartition(DIGEST)

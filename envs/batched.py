@@ -8,6 +8,7 @@ one game, one player and one cell at a time; in the tests the two play against e
 import functools
 import itertools
 import math
+import os
 import random
 import re
 import runpy
@@ -421,6 +422,8 @@ class UserPlayer:
     def __init__(self, name, game):
         self.name = name
         path, _, class_name = name.rpartition(":")
+        if not os.path.isfile(path):
+            raise Refused(f"--players {name}: there is no {path}")
         try:  # what is wrong with it shows here, before anything has been written
             player_class = runpy.run_path(path).get(class_name)
             if not hasattr(player_class, "act"):
@@ -428,6 +431,8 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
+        except Failed as failure:
+            raise Refused(str(failure)) from failure
         except BaseException as error:
             raise Refused(f"--players {name} cannot play: {self.describe(error)}") from error
 

@@ -652,8 +652,8 @@ def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     compared = HParamsPluginData.FromString(told["_hparams_/session_start_info"]).session_start_info.hparams
     assert compared["prosocial"].number_value and compared["seed"].number_value == args.seed
     assert "beta" not in compared and "players" not in compared  # as by default
-    metrics = HParamsPluginData.FromString(told["_hparams_/experiment"]).experiment.metric_infos
-    assert {metric.name.tag for metric in metrics} == {"evaluation/searched", "evaluation/policy"} <= set(tags["scalars"])
+    assert "_hparams_/experiment" not in told  # it would choose the columns of all runs
+    assert sorted(tags["scalars"])[:2] == ["a_result/policy", "a_result/searched"]  # what is shown of many figures
 
     out = capsys.readouterr().out
     assert "largest fall" in out and "equals earn equally?" in out
@@ -937,8 +937,8 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ("--buffer-size 500", "--buffer-size 500 is less than the 1024"),
     ("--mode adapt --players hop ns ns ns", "--mode adapt needs"),
     ("--checkpoint runs/x", "--checkpoint runs/x means nothing with --mode train"),
-    ("--mode watch --checkpoint runs/none", "there is no file"),
-    ("--vae-checkpoint runs/none/checkpoint.pt", "there is no file"),
+    ("--mode watch --checkpoint runs/none", "there is no "),
+    ("--vae-checkpoint runs/none/checkpoint.pt", "there is no "),
     ("--world-model-checkpoint README.md", "is no checkpoint"),
     ("--players hop ns ns wolf", "'wolf'"),
     ("--warmup-players ns wolf", "'wolf'"),

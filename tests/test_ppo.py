@@ -381,7 +381,7 @@ def test_players_with_a_memory_and_other_boards_are_refused(tmp_path):
     with pytest.raises(script.Refused, match="a player with --memory gru"):
         script.main(flags(tmp_path, players=(f"{path}:player_1", "ppo"), run_name="other"))
     for changes, told in (({"width": 5}, "--width 5 differs from 4"), ({"players": ("ppo", "ns", "ns")}, "names 3"),
-                          ({"checkpoint": str(tmp_path)}, "there is no file")):
+                          ({"checkpoint": str(tmp_path)}, "there is no ")):
         with pytest.raises(script.Refused, match=told):
             script.main(script.Args(**{"mode": "adapt", "checkpoint": path, "players": ("ppo", "ns"), **changes}))
     assert os.listdir(tmp_path) == ["run"]
@@ -531,13 +531,13 @@ def test_self_play_learns_to_hunt_together(tmp_path):
     ("--mode adapt --checkpoint runs/x --gamma 0.5", "--gamma 0.5 means nothing with --mode adapt"),
     ("--mode adapt", "--mode adapt takes one ppo of --checkpoint"),
     ("--mode adapt --checkpoint runs/x --players ppo ppo ns ns", "--mode adapt takes one ppo"),
-    ("--mode adapt --checkpoint runs/there-is-none", "--checkpoint runs/there-is-none: there is no file"),
+    ("--mode adapt --checkpoint runs/there-is-none", "--checkpoint runs/there-is-none: there is no runs"),
     ("--prize-floor 0", "--prize-floor 0.0 must lie between 1e-06 and 1e+06"),
     ("--gamma 1.5", "--gamma 1.5"),
     ("--device nonsense", "--device nonsense"),
     ("--resume runs/there-is-none", "--resume runs/there-is-none"),
     ("--run-name a/b", "--run-name 'a/b'"),
-    ("--players ppo ns ns runs/none/checkpoint.pt:player_1", "there is no file"),
+    ("--players ppo ns ns runs/none/checkpoint.pt:player_1", "there is no "),
     ("--players ppo ns ns README.md:Nobody", "README.md"),
     ("--threads 0", "--threads 0"),
 ])

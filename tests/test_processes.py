@@ -327,7 +327,7 @@ def test_a_process_that_dies_ends_the_run(tmp_path, victim):
     assert time.monotonic() - begun < 20
     assert codes[victim] == -signal.SIGKILL and codes[1 - victim] == 1
     line = words[1 - victim].splitlines()[-1]
-    assert line.endswith(f"go on with: python ppo_single_player.py --resume {tmp_path / 'x'}")
+    assert line.endswith(f"go on with: python ppo_single_player.py --resume \"{tmp_path / 'x'}\"")
     assert "error: another process has ended, or cannot be reached" in line and "Traceback" not in "".join(words)
     assert checkpoint(tmp_path / "x")["run"]["true_steps"] == 256
     assert run(tmp_path, ppo, f"--resume {tmp_path / 'x'}")[0] == [0, 0]
