@@ -174,10 +174,11 @@ def test_flags_that_cannot_be_read_are_one_line(line, words):
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and done.stderr.startswith("error: ") and words in done.stderr
 
 
-def test_a_world_model_of_another_game_is_refused(trials, tmp_path):
+@pytest.mark.parametrize("of", ["train_world_model", "hopplus_selfplay"])
+def test_a_world_model_of_another_game_is_refused(trials, tmp_path, of):
     import hopplus_selfplay as hop
 
-    world, _ = resilience.reference(trials, "train_world_model")
+    world, _ = resilience.reference(trials, of)
     args = hop.Args(world_model_checkpoint=world, stag_reward=100.0, runs_dir=str(tmp_path), run_name="x")
     with pytest.raises(hop.Refused, match="--stag-reward 100.0 does not fit --world-model-checkpoint .* which has 10.0"):
         hop.main(args)
