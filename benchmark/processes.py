@@ -88,6 +88,8 @@ def measure(name, runs, processes, seconds, folder, number):
         told = points(os.path.join(folder, each))
         half = told[tag][len(told[tag]) // 2:]
         last = told[tag][-1]
+        if last is half[0]:
+            raise SystemExit(f"--seconds {seconds:g} is too short: {each} has told its speed {len(told[tag])} times")
         speed += (last[0] - half[0][0]) / (last[1] - half[0][1])
         since = half[0][1]
         for part, what in enumerate(("time/communication", "time/waiting")):
