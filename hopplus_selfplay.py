@@ -493,6 +493,10 @@ def check_flags(args):
     if args.buffer_size < played:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
                       f"(--num-envs {args.num_envs} x --num-steps {args.num_steps})")
+    learned = played + math.ceil(args.imagined_per_real * args.num_envs / hops) * args.num_steps
+    if learned < args.num_minibatches:
+        raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {learned} steps that a "
+                      f"player learns from in an update (--num-envs {args.num_envs})")
 
 
 def check_sizes(args):
@@ -545,6 +549,11 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def typed(value):
+    """A flag's value as one types it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
 def check_ranges(args, ranges):
     """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
     for low, high, names in ranges:
@@ -564,8 +573,7 @@ def refuse_ignored(args, ignored):
         for name in names:
             value = getattr(args, name)
             if made and value != defaults[name]:
-                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+                raise Refused(f"{flag(name)} {typed(value)} means nothing with {choice}")
 
 
 def check_finite(numbers, what, whose=()):
@@ -754,7 +762,8 @@ def play_and_learn(args, folder, run, log):
             run.replay.add(real)
             figures, _ = score_models(run.table, real)
             log.clock("scores")
-            dream, steps = run.imagination and run.imagination.play(args.num_steps), real["policy"]
+            dream = run.imagination.play(args.num_steps) if run.imagination else None
+            steps = real["policy"]
             if dream:  # real and imagined games side by side
                 steps = {key: torch.cat([part, dream[key]], 2) for key, part in steps.items()}
             log.clock("imagination")
@@ -1647,7 +1656,8 @@ class Imagination(Saved):
             self.state, self.types, self.memory = start(0), self.draw_types(), nobody
         for t in range(num_steps):
             seen = self.think()
-            action = sample_actions(seen["policy"].exp(), self.generator)  # [L, games]
+            policy = seen["policy"].exp()
+            action = sample_actions(policy, self.generator)  # [L, games]
             moves = sample_actions(seen["moved"], self.generator)  # [P, games]
             in_seats = lambda part: part.unflatten(0, (self.shape[0], -1)).transpose(0, 1).flatten(1)
             there = (self.state["cell"][1:] < table.game.cells).unflatten(1, self.shape)  # [N-1, L, games]
@@ -1658,7 +1668,7 @@ class Imagination(Saved):
             self.memory = others.remember(self.memory, seen["table"], moves, there)
             steps.append({"x": seen["x"], "told": seen["told"], "actions": action, "values": seen["value"],
                           "ended": over, "logprobs": seen["policy"].gather(-1, action[..., None])[..., 0],
-                          "rewards": reward.view(self.shape) * REWARD_SCALE, "target": seen["policy"].exp()})
+                          "rewards": reward.view(self.shape) * REWARD_SCALE, "target": policy})
             self.begin_again(over, start(t), nobody)
         out = {key: torch.stack([step[key] for step in steps]) for key in steps[0]}
         out["values"] = torch.cat([out["values"], self.think()["value"][None]])
@@ -1910,7 +1920,7 @@ def learn_policy(args, policy, data, optimizer, ent_coef, generator):
             unexplained = variance(returned - expected, part) / variance(returned, part).clamp(min=1e-8)
             means[f"losses/{kind}explained_variance"] = 1 - unexplained
     offset = torch.arange(0, weight.numel(), weight.shape[1], device=weight.device)[:, None]
-    most, totals = int(there.sum(1).max()), []
+    most, totals = max(int(there.sum(1).max()), args.num_minibatches), []
     for _ in range(args.update_epochs):
         # a random order with the absent at the end: the longest list of samples is as far as one need go
         number = torch.rand(weight.shape, generator=generator, device=weight.device)
@@ -3581,16 +3591,15 @@ def resolve_flags(args):
     """With --resume, takes over that run's flags; one given again must be the same or one that may change."""
     if args.resume is None:
         return args
-    saved, typed = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
+    saved, words = read_config(args), {word.partition("=")[0].replace("_", "-") for word in sys.argv[1:]}
     for field in dataclasses.fields(args):
         given, before = getattr(args, field.name), saved[field.name]
-        left_out = given == field.default and typed.isdisjoint((flag(field.name), flag("no_" + field.name)))
+        left_out = given == field.default and words.isdisjoint((flag(field.name), flag("no_" + field.name)))
         if left_out or given == before:
             continue
         if field.name not in ANYTHING_GOES and (field.name not in MAY_GROW or given < before):
-            given, before = (" ".join(map(str, value)) if isinstance(value, tuple) else value
-                             for value in (given, before))
-            raise Refused(f"{flag(field.name)} {given} does not go with the {before} of {args.resume}")
+            raise Refused(f"{flag(field.name)} {typed(given)} does not go with the {typed(before)} of "
+                          f"{args.resume}")
         saved[field.name] = given
     return dataclasses.replace(args, **saved)
 
@@ -3621,8 +3630,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    device = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # Windows takes none of these
-    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(device, name):
+    kept = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # by Windows, which takes none of these
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(kept, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")
@@ -4018,8 +4027,8 @@ def read_flags(args_class):
     about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
-        return args_class(**{name: value for group in vars(typed).values()
+            given = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(given).values()
                              for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help

@@ -292,6 +292,11 @@ def flag(name):
     return "--" + name.replace("_", "-")
 
 
+def typed(value):
+    """A flag's value as one types it."""
+    return " ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
 def check_ranges(args, ranges):
     """Refuses numbers out of range; ranges are rows of (lowest, highest, names of flags)."""
     for low, high, names in ranges:
@@ -311,8 +316,7 @@ def refuse_ignored(args, ignored):
         for name in names:
             value = getattr(args, name)
             if made and value != defaults[name]:
-                text = " ".join(map(str, value)) if isinstance(value, tuple) else value
-                raise Refused(f"{flag(name)} {text} means nothing with {choice}")
+                raise Refused(f"{flag(name)} {typed(value)} means nothing with {choice}")
 
 
 def check_memory(args, needs):
@@ -1550,8 +1554,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    device = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # Windows takes none of these
-    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(device, name):
+    kept = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # by Windows, which takes none of these
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(kept, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")
@@ -1748,8 +1752,8 @@ def read_flags(args_class):
     about = (__doc__ or "").partition("\n\n")[0]
     try:
         with contextlib.redirect_stderr(told):
-            typed = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
-        return args_class(**{name: value for group in vars(typed).values()
+            given = tyro.cli(flags, description=about, config=(tyro.conf.OmitArgPrefixes,))
+        return args_class(**{name: value for group in vars(given).values()
                              for name, value in vars(group).items()})
     except SystemExit as end:
         if not end.code:  # --help

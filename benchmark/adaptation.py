@@ -22,7 +22,6 @@ import dataclasses
 import itertools
 import json
 import os
-import sys
 
 import numpy as np
 import tyro
@@ -152,7 +151,6 @@ def play_rules(args, board, seed=77):
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    sys.path.insert(0, os.path.join(HERE, ".."))
     import ppo_single_player as script
     import torch
 

@@ -1,4 +1,4 @@
-"""What the benchmarks of many runs share: they read what the runs came to, and keep tables of it as Markdown."""
+"""What the benchmarks share: where the project is, how they begin, what runs came to, and tables of it as Markdown."""
 
 import json
 import os
@@ -7,25 +7,8 @@ import statistics
 import sys
 import time
 
-import tyro
-
-
-def run_command(main, args_class, about):
-    """Reads the flags and runs main; who stops it or reads no further ends it without a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="backslashreplace")  # what a terminal cannot show is no fault
-    args = tyro.cli(args_class, description=about)
-    try:
-        code = main(args)
-        sys.stdout.flush()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from envs.command import run_command  # noqa: E402, F401
 
 
 def any_unknown(names, runs):

@@ -10,16 +10,13 @@ item is a step of one agent, so cost beside cells; with more players an agent's 
 """
 
 import dataclasses
-import os
 import statistics
 import sys
 import time
 
 import torch
 
-from common import run_command
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from common import run_command  # first, for it knows where the project is
 import hopplus_selfplay as script
 
 

@@ -21,7 +21,6 @@ import torch
 from common import run_command
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, ".."))
 
 import test_obs_reward_model as tester  # noqa: E402
 import train_world_model as script  # noqa: E402

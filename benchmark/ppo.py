@@ -13,14 +13,12 @@ import dataclasses
 import json
 import os
 import socket
-import sys
 
 import tyro
 
 from common import any_unknown, keep, markdown, results, run_command, spread, write
 from workers import Run, check_workers, work
 
-HERE = os.path.dirname(os.path.abspath(__file__))
 SELF_PLAY = "--players ppo ppo ppo ppo"
 MIXES = "--players ppo mix:ns,nh,random mix:ns,nh,random mix:ns,nh,random"
 RUNS = {
@@ -69,7 +67,6 @@ def among(folder, name, seed):
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             return json.load(file)
-    sys.path.insert(0, os.path.join(HERE, ".."))
     import ppo_single_player as script
 
     answer = {}
@@ -84,7 +81,6 @@ def among(folder, name, seed):
 
 def equal_together(folder, name, seeds):
     """Do the four players of self-play earn equally, over 20,000 episodes of each seed? -> a sentence"""
-    sys.path.insert(0, os.path.join(HERE, ".."))
     import ppo_single_player as script
     import torch
 

@@ -9,16 +9,12 @@ parameters a policy (here each of the four learners has that many, but for the l
 """
 
 import dataclasses
-import os
 import statistics
-import sys
 import time
 
 import torch
 
-from common import run_command
-
-sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."))
+from common import run_command  # first, for it knows where the project is
 import ppo_single_player as script
 
 

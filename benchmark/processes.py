@@ -21,7 +21,6 @@ import time
 from common import run_command
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-sys.path.insert(0, ROOT)
 
 SCRIPTS = {
     "ppo": ("ppo_single_player.py", "--players ppo ppo ppo ppo --total-timesteps 1000000000", "charts/SPS"),

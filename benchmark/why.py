@@ -18,10 +18,7 @@ import sys
 import torch
 import tyro
 
-from common import run_command
-
-HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.join(HERE, ".."))
+from common import run_command  # first, for it knows where the project is
 import hopplus_selfplay as script
 
 SWITCHERS = ("switch-nh-ns", "switch-ns-nh")

@@ -21,10 +21,10 @@ import time
 from dataclasses import asdict, dataclass
 
 import torch
-import tyro
 from tqdm import tqdm
 
 from envs.batched import BatchedStagHunt, Lineup, equal_players_test
+from envs.command import run_command
 
 LEAST_EPISODES = 100  # the test takes mean returns to be normally distributed
 
@@ -225,14 +225,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    given = tyro.cli(Args)
-    try:
-        code = main(given)
-        sys.stdout.flush()
-    except BrokenPipeError:  # | head
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        code = 0
-    except KeyboardInterrupt:
-        print("stopped", file=sys.stderr)
-        code = 130
-    sys.exit(code)
+    run_command(main, Args, __doc__)

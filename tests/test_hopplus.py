@@ -935,6 +935,7 @@ def test_every_flag_stands_in_the_tables_of_what_is_checked():
     ("--strengths 1 1 2 1", "equally strong"),
     ("--num-simulations 5 --num-trees 2", "--num-simulations 5 must be divisible by --num-trees 2"),
     ("--buffer-size 500", "--buffer-size 500 is less than the 1024"),
+    ("--num-envs 1 --num-steps 2 --imagined-per-real 0", "--num-minibatches 12 are more than the 2 steps"),
     ("--mode adapt --players hop ns ns ns", "--mode adapt needs"),
     ("--checkpoint runs/x", "--checkpoint runs/x means nothing with --mode train"),
     ("--mode watch --checkpoint runs/none", "there is no "),
