@@ -2747,13 +2747,13 @@ class GoalPrior(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-TREMBLE = 0.1  # hands tremble: by one action no hypothesis loses more than this factor against another
+SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
 
 
 def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely (the likeliest
-    1); then a player begins to play another way with a chance of `change`."""
-    joint = memory * likely.clamp(min=TREMBLE)
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
+    begins to play another way with a chance of `change`."""
+    joint = memory * (likely + SLIP)
     return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
 
@@ -2765,13 +2765,14 @@ class OtherModel(nn.Module):
     probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; but p counts as at least TREMBLE of the likeliest, for one slip tells little. A goal is read from
-    the weights and the present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
+    ever; and p is SLIP larger, for one slip tells little. A goal is read from the weights and the present
+    view, where one reader meets `together` players: as if in half of all meetings they played alike.
+    With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
-    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, together=1, silent=False):
         super().__init__()
-        self.views, self.silent = views, silent
+        self.views, self.together, self.silent = views, together, silent
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
@@ -2802,15 +2803,15 @@ class OtherModel(nn.Module):
     def remember(self, memory, table, action, seen):
         """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
         taken = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
-        likely = (taken - taken.amax(-1, keepdim=True)).exp()
-        return torch.where(seen[..., None], weigh(memory, likely, self.prior.softmax(-1), CHANGE), memory)
+        after = weigh(memory, taken.exp(), self.prior.softmax(-1), CHANGE)
+        return torch.where(seen[..., None], after, memory)
 
     def follow(self, memory, table, action, seen):
         """`weigh` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
         and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken - taken.amax(-1, keepdim=True), 0.0).exp()
+        likely = torch.where(seen, taken, 0.0).exp()
         before, prior = [memory], self.prior.softmax(-1)
         for step in zip(likely.unbind(1)[:-1], (CHANGE * seen).unbind(1)):
             before.append(weigh(before[-1], step[0], prior, step[1]))
@@ -2819,10 +2820,20 @@ class OtherModel(nn.Module):
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
+        if self.together > 1:
+            memory = self.pool(memory)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
+
+    def pool(self, memory):
+        """What each player's actions say of it -> what all players' say of each, if one prior draws all or,
+        as likely, one for all: weights [P, M, H]."""
+        apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
+        alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
+        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # of the chance that they are alike
+        return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
 
     def act(self, first, mask, which=slice(None)):
         """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
@@ -2853,7 +2864,9 @@ class Networks(nn.Module):
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
         silent = args.goals == "zero"
         self.policy = Policy(num_hops, views, size, others * dim, args.seed)
-        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1, silent)
+        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1, others,
+                                 silent)
+        self.others.prior.requires_grad_(False)  # who may come is known from the warm-up, not from one's like
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
         self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
 

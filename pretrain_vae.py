@@ -1458,13 +1458,13 @@ class GoalDecoder(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-TREMBLE = 0.1  # hands tremble: by one action no hypothesis loses more than this factor against another
+SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
 
 
 def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely (the likeliest
-    1); then a player begins to play another way with a chance of `change`."""
-    joint = memory * likely.clamp(min=TREMBLE)
+    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
+    begins to play another way with a chance of `change`."""
+    joint = memory * (likely + SLIP)
     return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
 
@@ -1476,13 +1476,14 @@ class OtherModel(nn.Module):
     probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; but p counts as at least TREMBLE of the likeliest, for one slip tells little. A goal is read from
-    the weights and the present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
+    ever; and p is SLIP larger, for one slip tells little. A goal is read from the weights and the present
+    view, where one reader meets `together` players: as if in half of all meetings they played alike.
+    With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
-    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, together=1, silent=False):
         super().__init__()
-        self.views, self.silent = views, silent
+        self.views, self.together, self.silent = views, together, silent
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
@@ -1515,7 +1516,7 @@ class OtherModel(nn.Module):
         and the log-probability of each action by the weighted hypotheses [P, T, B]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken - taken.amax(-1, keepdim=True), 0.0).exp()
+        likely = torch.where(seen, taken, 0.0).exp()
         before, prior = [memory], self.prior.softmax(-1)
         for step in zip(likely.unbind(1)[:-1], (CHANGE * seen).unbind(1)):
             before.append(weigh(before[-1], step[0], prior, step[1]))
@@ -1524,10 +1525,20 @@ class OtherModel(nn.Module):
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
+        if self.together > 1:
+            memory = self.pool(memory)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
+
+    def pool(self, memory):
+        """What each player's actions say of it -> what all players' say of each, if one prior draws all or,
+        as likely, one for all: weights [P, M, H]."""
+        apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
+        alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
+        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # of the chance that they are alike
+        return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
 
     def act(self, first, mask, which=slice(None)):
         """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions

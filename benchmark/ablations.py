@@ -3,17 +3,18 @@
     python benchmark/ablations.py                        every run, 2 seeds
     python benchmark/ablations.py --only full no-search --seeds 1 2 3
 
-Each run is an ordinary one of hopplus_selfplay.py in `--folder`. One that is finished is not run again, one that was
-stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py); the table of what
-is there is printed after each run and kept in `<folder>/ablations.md`. Players trained in self-play
-on 4x4 also meet strangers (--mode adapt): three hare hunters, and those of the full and the scarce runs others, too.
+Each run is an ordinary one of hopplus_selfplay.py in `--folder`. What no flag leaves out is left out of a copy of the
+script there. A run that is finished is not run again, one that was stopped is resumed, and several machines that share
+the folder share the runs (benchmark/workers.py); the table of what is there is printed after each run and kept in
+`<folder>/ablations.md`. Players trained in self-play also meet strangers (--mode adapt): three hare hunters, and those
+of the full run and of all runs on the scarce board others, too.
 """
 
 import dataclasses
 import os
 
-from common import any_unknown, keep, markdown, results, run_command, spread
-from workers import Run, check_workers, work
+from common import any_unknown, keep, markdown, results, run_command, spread, write
+from workers import HERE, Run, check_workers, work
 
 WIDE = "--height 8 --width 8"
 SCARCE = "--hares 2 --final-time 12"
@@ -35,13 +36,25 @@ RUNS = {
     "8x8-5-blocks": f"{WIDE} --max-blocks 5",
     "scarce": SCARCE,
     "scarce-goals-zero": f"{SCARCE} --goals zero",
-    "scarce-no-prize-floor": f"{SCARCE} --prize-floor inf",
     "scarce-no-search": f"{SCARCE} --search none",
     "scarce-one-tree": f"{SCARCE} --num-trees 1",
+    "scarce-no-imagination": f"{SCARCE} --imagined-per-real 0",
+    "scarce-no-prize-floor": f"{SCARCE} --prize-floor inf",
 }
-ALL = ("ns ns ns", "nh nh nh", "random random random")
-STRANGERS = {name: ("nh nh nh",) for name, flags in RUNS.items() if "--players" not in flags and "max-blocks" not in flags}
-STRANGERS |= {"full": (*ALL, "ns nh nh"), "scarce": ALL, "scarce-goals-zero": ALL}
+EDITS = {  # text of the script, and what stands in its place
+    "scarce-no-slips": ("SLIP = 0.02", "SLIP = 0.0"),
+    "scarce-no-change": ("CHANGE = 2e-3", "CHANGE = 1e-9"),
+    "scarce-never-alike": ("memory = self.pool(memory)", "pass"),
+    "scarce-prior-learns-on": ("prior.requires_grad_(False)", "prior.requires_grad_(True)"),
+    "scarce-none-like-nobody": ("NOBODY = 0.2", "NOBODY = 0.0"),
+    "scarce-no-record-in-lessons": ("STRETCHES, RECORDED = 64, 12", "STRETCHES, RECORDED = 76, 0"),
+    "scarce-late-as-likely": ("device=pairs.device).square()", "device=pairs.device)"),
+}
+RUNS |= {name: SCARCE for name in EDITS}
+OTHERS = ("nh nh nh", "random random random", "nh nh random", "switch-ns-nh switch-ns-nh switch-ns-nh",
+          "noisy-nh noisy-nh noisy-nh")
+STRANGERS = {name: OTHERS[:1] for name, flags in RUNS.items() if "--players" not in flags and "max-blocks" not in flags}
+STRANGERS |= {name: OTHERS for name in RUNS if name == "full" or name.startswith("scarce")}
 
 
 @dataclasses.dataclass
@@ -85,12 +98,30 @@ def meeting(name, others):
     return f"{name}-meets-{others.replace(' ', '-')}"
 
 
+def copy_of(kind, folder):
+    """Where the script is from which something is left out that has no flag."""
+    return os.path.join(os.path.abspath(folder), "scripts", kind, "hopplus_selfplay.py")
+
+
+def edit(kind, folder):
+    """Writes that copy of the script."""
+    with open(os.path.join(HERE, "..", "hopplus_selfplay.py"), encoding="utf-8") as file:
+        text = file.read()
+    before, after = EDITS[kind]
+    if text.count(before) != 1:
+        raise ValueError(f"{kind}: {before!r} stands {text.count(before)} times in the script")
+    os.makedirs(os.path.dirname(copy_of(kind, folder)), exist_ok=True)
+    write(copy_of(kind, folder), text.replace(before, after))
+
+
 def all_runs(args):
     """The training runs, and after each of them the strangers that its player meets."""
-    runs, script = [], "hopplus_selfplay.py"
+    runs = []
     for seed in args.seeds:
         for kind in args.only or RUNS:
-            name = f"{kind}-{seed}"
+            name, script = f"{kind}-{seed}", "hopplus_selfplay.py"
+            if kind in EDITS:
+                script = copy_of(kind, args.folder)
             runs.append(Run(name, f"{RUNS[kind]} --seed {seed} {args.flags}", script))
             for others in STRANGERS.get(kind, ()) if args.strangers else ():
                 flags = (f"--mode adapt --checkpoint {os.path.join(args.folder, name)} --players hop {others} "
@@ -101,26 +132,27 @@ def all_runs(args):
 
 def write_table(args):
     """The tables of the runs that are there."""
-    done, met = {}, {}
-    for kind in args.only or RUNS:
-        for seed in args.seeds:
-            name = f"{kind}-{seed}"
-            if result := results(args.folder, name):
-                done.setdefault(kind, []).append(result)
-            for others in STRANGERS.get(kind, ()) if args.strangers else ():
-                if result := results(args.folder, meeting(name, others)):
-                    met.setdefault((kind, others), []).append(result["second_half"]["mean"])
-    text = table(done)
+    kinds = args.only or tuple(RUNS)
+    done = {kind: [results(args.folder, f"{kind}-{seed}") for seed in args.seeds] for kind in kinds}
+    text = table({kind: list(filter(None, seeds)) for kind, seeds in done.items() if any(seeds)})
+    met = {}
+    for kind in kinds if args.strangers else ():
+        for others in STRANGERS.get(kind, ()):
+            found = [results(args.folder, meeting(f"{kind}-{seed}", others)) for seed in args.seeds]
+            if found := [result["second_half"]["mean"] for result in found if result]:
+                met.setdefault(kind, {})[others] = spread(found)
     if met:
         text += "\n\nA trained player among strangers, second half of a meeting of 20 episodes, all seats:\n\n"
-        text += markdown(["trained", "among", "return"],
-                         [[kind, others, spread(values)] for (kind, others), values in met.items()])
+        text += markdown(["trained", *OTHERS], [[kind, *(row.get(others, "") for others in OTHERS)]
+                                                for kind, row in met.items()])
     keep(text, os.path.join(args.folder, "ablations.md"))
 
 
 def main(args):
     if any_unknown(args.only, RUNS) or not check_workers(args.workers):
         return 2
+    for kind in set(args.only or RUNS) & set(EDITS):
+        edit(kind, args.folder)
     return work(args.folder, all_runs(args), args.workers, lambda: write_table(args))
 
 

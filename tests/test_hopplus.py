@@ -1,6 +1,7 @@
 """hopplus_selfplay.py: its search against a slow one and exact solutions, its beliefs, its runs from end to end."""
 
 import dataclasses
+import itertools
 import json
 import math
 import os
@@ -997,3 +998,26 @@ def test_beliefs_follow_a_player_that_changes():
     for _ in range(10):
         memory = model.remember(memory, table, torch.ones(1, 1, dtype=torch.int64), seen)
     assert memory[0, 0, 1] > 0.99
+
+
+def test_beliefs_are_pooled_as_bayes_rule_does():
+    """Against the sum over all 3^3 ways in which three players may play, drawn apart or, as likely, all alike."""
+    model = script.OtherModel(6, script.Views(4, 4, 4, 35), 16, 4, 3, seed=1, together=3)
+    torch.nn.init.normal_(model.prior[:1])
+    model.prior.data[:] = model.prior.data[:1]
+    prior = model.prior[0, 0].softmax(-1)
+    said = torch.rand(6, 5, 3)  # how likely each hypothesis holds what each player did
+    pooled = model.pool(said * prior / (said * prior).sum(-1, keepdim=True))
+    expected = torch.zeros(6, 5, 3)
+    for ways in itertools.product(range(3), repeat=3):
+        drawn = (prior[list(ways)].prod() + (len(set(ways)) == 1) * prior[ways[0]]) / 2
+        for reader in (0, 3):
+            chance = drawn * torch.stack([said[reader + place, :, way] for place, way in enumerate(ways)]).prod(0)
+            for place, way in enumerate(ways):
+                expected[reader + place, :, way] += chance
+    torch.testing.assert_close(pooled, expected / expected.sum(-1, keepdim=True), atol=1e-5, rtol=1e-4)
+    order = [2, 0, 1, 4, 5, 3]  # players are interchangeable
+    torch.testing.assert_close(model.pool((said * prior / (said * prior).sum(-1, keepdim=True))[order]), pooled[order])
+    alone = script.OtherModel(1, script.Views(4, 4, 2, 35), 16, 4, 3, seed=1)
+    weights = torch.rand(1, 5, 3).softmax(-1)
+    torch.testing.assert_close(alone.pool(weights), weights)

@@ -175,8 +175,8 @@ def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
             torch.testing.assert_close(likelihood.sum(0), torch.ones(args.hypotheses))
             of_action = likelihood[samples["action"][row]]
             torch.testing.assert_close(likely[step, place], of_action @ belief, atol=1e-5, rtol=1e-3)
-            counted = torch.maximum(of_action, vae.TREMBLE * of_action.max())
-            belief, clear = belief * counted / (belief * counted).sum(), clear + int((counted > of_action).any())
+            counted = of_action + vae.SLIP
+            belief, clear = belief * counted / (belief * counted).sum(), clear + int((of_action < vae.SLIP).any())
             belief = (1 - vae.CHANGE) * belief + vae.CHANGE * known.prior[0, 0].softmax(-1)
     assert clear > 20
 

@@ -122,6 +122,16 @@ def test_the_benchmarks_name_each_run_once_and_those_needed_first():
             assert set(run.needs) <= set(names[:number])
 
 
+def test_an_ablation_without_a_flag_is_a_copy_of_the_script_that_differs_in_one_place(tmp_path):
+    original = (Path(ablations.HERE).parent / "hopplus_selfplay.py").read_text(encoding="utf-8").splitlines()
+    for kind, (before, after) in ablations.EDITS.items():
+        ablations.edit(kind, str(tmp_path))
+        copy = Path(ablations.copy_of(kind, str(tmp_path))).read_text(encoding="utf-8").splitlines()
+        changed = [pair for pair in zip(original, copy, strict=True) if pair[0] != pair[1]]
+        assert len(changed) == 1 and before in changed[0][0] and after in changed[0][1]
+        compile("\n".join(copy), kind, "exec")
+
+
 @pytest.mark.parametrize("program", [ppo, ablations, adaptation, vae, world_model])
 def test_a_number_of_workers_that_cannot_be_is_refused(program, capsys):
     assert program.main(program.Args(workers=0)) == 2
