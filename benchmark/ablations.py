@@ -125,7 +125,7 @@ def all_runs(args):
             runs.append(Run(name, f"{RUNS[kind]} --seed {seed} {args.flags}", script))
             for others in STRANGERS.get(kind, ()) if args.strangers else ():
                 flags = (f"--mode adapt --checkpoint {os.path.join(args.folder, name)} --players hop {others} "
-                         f"--meetings 100 --seed {seed}")
+                         f"--meetings 50 --seed {seed}")
                 runs.append(Run(meeting(name, others), flags, script, (name,)))
     return runs
 
