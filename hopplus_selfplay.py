@@ -355,7 +355,7 @@ class ImaginationArgs:
 
 @dataclass
 class WarmupArgs:
-    warmup_meetings: int = 256
+    warmup_meetings: int = 512
     """meetings of rule-based players in the warm-up, each of two episodes or more"""
     warmup_players: tuple[str, ...] = ("ns", "nh")
     """who plays in the warm-up"""
@@ -929,7 +929,7 @@ def tell_curve(curve, total_timesteps):
 
 # ===================================================================================== warm-up
 
-WARMUP_EPOCHS = 6  # times that goals and models of others learn from the meetings
+WARMUP_EPOCHS = 3  # times that goals and models of others learn from the meetings
 WARMUP_RATE = 8e-3  # step size of Adam at the start of the warm-up
 INFERENCE_WEIGHT = 0.05  # of the inference's distance to the goal in hindsight, beside the predicted actions
 HINDSIGHT = 0.25  # share of the steps whose action is to be told from the goal in hindsight, not the belief
