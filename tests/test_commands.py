@@ -159,7 +159,7 @@ def run_benchmark(program, words, monkeypatch):
     args = tyro.cli(module.Args, args=[*words, *SHORT.get(program, "").split()])
     code = module.main(args)
     for run in listed[::max(1, len(listed) // 6)]:
-        script = importlib.import_module(run.script.removesuffix(".py"))
+        script = importlib.import_module(Path(run.script).stem)  # also where a copy of it is changed
         monkeypatch.setattr(sys, "argv", [run.script, *run.flags.split()])
         script.read_flags(script.Args)
     assert listed or not hasattr(module, "work")
