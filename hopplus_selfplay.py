@@ -493,10 +493,11 @@ def check_flags(args):
     if args.buffer_size < played:
         raise Refused(f"--buffer-size {args.buffer_size} is less than the {played} steps between two updates "
                       f"(--num-envs {args.num_envs} x --num-steps {args.num_steps})")
-    learned = played + math.ceil(args.imagined_per_real * args.num_envs / hops) * args.num_steps
+    learned = played + imagined_games(args, hops) * args.num_steps
     if learned < args.num_minibatches:
         raise Refused(f"--num-minibatches {args.num_minibatches} are more than the {learned} steps that a "
-                      f"player learns from in an update (--num-envs {args.num_envs})")
+                      f"player learns from in an update (--num-envs {args.num_envs} x --num-steps "
+                      f"{args.num_steps}, --imagined-per-real {args.imagined_per_real})")
 
 
 def check_sizes(args):
@@ -1230,8 +1231,9 @@ class Table(Saved):
 
     The memory [P, B, H] holds how likely each of the inference's hypotheses, ways to play that it has
     learned, makes all that was seen of a player, slowly forgetting; it goes on from episode to episode. A
-    belief is read from it and the player's present view: mean and log-variance of that player's goal. A
-    player that has left sees nothing until the next episode, and of a player that has left nothing is seen.
+    belief is read from it, from what the others at the table did and from the player's present view: mean and
+    log-variance of that player's goal. A player that has left sees nothing until the next episode, and of a
+    player that has left nothing is seen.
     """
 
     saved = ("game", "lineup", "memory", "generator")
@@ -1586,6 +1588,11 @@ def ego_first(state, order, games=None):
 # ================================================================================= imagination
 
 
+def imagined_games(args, hops):
+    """How many games each of the HOP+ players imagines side by side."""
+    return math.ceil(args.imagined_per_real * args.num_envs / hops)
+
+
 class Imagination(Saved):
     """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own
     policy, and the warm-up's model of others moves its partners.
@@ -1605,8 +1612,8 @@ class Imagination(Saved):
 
     def __init__(self, args, table, replay):
         self.table, self.replay = table, replay
-        self.shape = len(table.hop_seats), math.ceil(args.imagined_per_real * args.num_envs
-                                                     / len(table.hop_seats))  # players, games of each
+        hops = len(table.hop_seats)
+        self.shape = hops, imagined_games(args, hops)  # players, games of each
         self.generator = seeded(Processes.seed(args.seed), "imagination", args.device)
         self.state = self.memory = self.types = None
 
@@ -2765,8 +2772,8 @@ class OtherModel(nn.Module):
     probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; and p is SLIP larger, for one slip tells little. A goal is read from the weights and the present
-    view, where one reader meets `together` players: as if in half of all meetings they played alike.
+    ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
+    present view, where one reader meets `together` players: as if in half of all meetings they played alike.
     With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
@@ -2776,7 +2783,7 @@ class OtherModel(nn.Module):
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
-        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))  # logits of how a player plays
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
         self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
@@ -2828,11 +2835,14 @@ class OtherModel(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
     def pool(self, memory):
-        """What each player's actions say of it -> what all players' say of each, if one prior draws all or,
-        as likely, one for all: weights [P, M, H]."""
+        """Weights from what each player did -> from what all did whom its reader meets: [P, M, H]. As likely
+        as not one draw from the prior is for all of them, else each has its own.
+
+        A hypothesis is taken for the same way to play in all models of a reader, which begin as copies.
+        """
         apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
         alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
-        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # of the chance that they are alike
+        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # the chance that they are alike
         return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
 
     def act(self, first, mask, which=slice(None)):
@@ -2864,9 +2874,9 @@ class Networks(nn.Module):
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
         silent = args.goals == "zero"
         self.policy = Policy(num_hops, views, size, others * dim, args.seed)
-        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1, others,
-                                 silent)
-        self.others.prior.requires_grad_(False)  # who may come is known from the warm-up, not from one's like
+        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1,
+                                 together=others, silent=silent)
+        self.others.prior.requires_grad_(False)  # self-play, among one's like, does not tell who may come
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
         self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
 
@@ -3643,8 +3653,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    kept = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # by Windows, which takes none of these
-    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(kept, name):
+    reserved = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # names that Windows does not allow
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(reserved, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")

@@ -1069,7 +1069,7 @@ def cut_sequences(data, memory, num_minibatches, generator):
     data = {key: value.movedim(0, 2) for key, value in data.items()} | {"memory": memory}  # [L, M, ...]
     number = torch.rand(memory.shape[:2], generator=generator, device=memory.device)
     learner = torch.arange(len(memory), device=memory.device)[:, None]
-    for rows in number.argsort(1).chunk(num_minibatches, 1):
+    for rows in number.argsort(1).tensor_split(num_minibatches, 1):
         yield {key: value[learner, rows] for key, value in data.items()}
 
 
@@ -1865,8 +1865,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    kept = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # by Windows, which takes none of these
-    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(kept, name):
+    reserved = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # names that Windows does not allow
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(reserved, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")

@@ -1476,8 +1476,8 @@ class OtherModel(nn.Module):
     probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; and p is SLIP larger, for one slip tells little. A goal is read from the weights and the present
-    view, where one reader meets `together` players: as if in half of all meetings they played alike.
+    ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
+    present view, where one reader meets `together` players: as if in half of all meetings they played alike.
     With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
@@ -1487,7 +1487,7 @@ class OtherModel(nn.Module):
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
-        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))
+        self.prior = nn.Parameter(torch.zeros(num_models, 1, hypotheses))  # logits of how a player plays
         self.mix = Linear(num_models, hidden_size + hypotheses, hidden_size, math.sqrt(2), seed)
         self.out = Linear(num_models, hidden_size, 2 * goal_dim, 0.5, seed)
         self.goal = orthogonal(num_models, goal_dim, hidden_size, 1.0, seed)
@@ -1533,11 +1533,14 @@ class OtherModel(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
     def pool(self, memory):
-        """What each player's actions say of it -> what all players' say of each, if one prior draws all or,
-        as likely, one for all: weights [P, M, H]."""
+        """Weights from what each player did -> from what all did whom its reader meets: [P, M, H]. As likely
+        as not one draw from the prior is for all of them, else each has its own.
+
+        A hypothesis is taken for the same way to play in all models of a reader, which begin as copies.
+        """
         apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
         alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
-        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # of the chance that they are alike
+        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # the chance that they are alike
         return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
 
     def act(self, first, mask, which=slice(None)):
@@ -1928,8 +1931,8 @@ def run_folder(args, number=0):
     words = "__".join(filter(None, [f"stag-hunt-{board_name(args)}", SCRIPT[:-3], players, *chosen]))
     automatic = f"{re.sub(r'[^a-zA-Z0-9_.-]+', '-', words)[:120]}__{args.seed}__{int(time.time())}"
     name = args.run_name or automatic + (f"-{number}" if number else "")
-    kept = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # by Windows, which takes none of these
-    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(kept, name):
+    reserved = r"(?i)(con|prn|aux|nul|com\d|lpt\d)(\..*)?"  # names that Windows does not allow
+    if re.search(r'[<>:"/\\|?*\0-\x1f]', name) or name.strip(". ") != name or re.fullmatch(reserved, name):
         raise Refused(f"--run-name {name!r} is no valid folder name")
     if len(os.fsencode(name)) > 240:
         raise Refused(f"--run-name {name} is too long for a folder name")

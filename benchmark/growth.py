@@ -16,7 +16,7 @@ import time
 
 import torch
 
-from common import run_command  # first, for it knows where the project is
+from common import run_command  # before the script: it puts the project on the path
 import hopplus_selfplay as script
 
 

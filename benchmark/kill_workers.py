@@ -22,8 +22,7 @@ import sys
 import tempfile
 import time
 
-import tyro
-
+from common import run_command
 from workers import Run, Timing, work
 
 SAVES = 10  # steps between two of the stand-in's checkpoints
@@ -192,4 +191,4 @@ def main(args):
 
 
 if __name__ == "__main__":
-    sys.exit(main(tyro.cli(Args)))
+    run_command(main, Args, __doc__)

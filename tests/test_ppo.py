@@ -244,6 +244,16 @@ def test_each_learner_learns_from_its_own_trajectory_alone(tmp_path):
     assert torch.equal(data["rewards"], torch.stack(earned) * args.reward_scale) and data["rewards"].any()
 
 
+def test_fewer_samples_than_minibatches_are_cut_into_as_many_none_of_them_empty():
+    weight = torch.zeros(2, 1, 6)
+    weight[0, 0, 2] = weight[1, 0, 3] = 0.5
+    data = {"weight": weight, "x": torch.arange(12.0).view(2, 1, 6)}
+    cut = list(script.cut_samples(data, 4, torch.Generator().manual_seed(0)))
+    assert len(cut) == 4 and all(part["x"].numel() for part in cut)
+    together = {key: torch.cat([part[key] for part in cut], 1) for key in data}
+    assert sorted(together["x"][together["weight"] > 0].tolist()) == [2.0, 9.0]
+
+
 # ----------------------------------------------------------------------------------------- memory
 
 
