@@ -2773,13 +2773,12 @@ class OtherModel(nn.Module):
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
     ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
-    present view, where one reader meets `together` players: as if in half of all meetings they played alike.
-    With `silent` all goals are 0 (mean 0, log-variance -inf).
+    present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
-    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, together=1, silent=False):
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
         super().__init__()
-        self.views, self.together, self.silent = views, together, silent
+        self.views, self.silent = views, silent
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
@@ -2827,12 +2826,32 @@ class OtherModel(nn.Module):
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        if self.together > 1:
-            memory = self.pool(memory)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
+
+    def act(self, first, mask, which=slice(None)):
+        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
+        [P, M, 7]; which: the models that are asked, in this order."""
+        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
+        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
+
+
+class CompanyModel(OtherModel):
+    """Models of all others that players meet, `together` for each player: a goal is read from what all of
+    them did, as if in half of all meetings they played alike.
+
+    The prior stays as the warm-up leaves it: self-play, among one's like, does not tell who may come.
+    """
+
+    def __init__(self, together, *sizes, silent):
+        super().__init__(*sizes, silent=silent)
+        self.together = together
+        self.prior.requires_grad_(False)
+
+    def read(self, memory, hidden):
+        return super().read(self.pool(memory), hidden)
 
     def pool(self, memory):
         """Weights from what each player did -> from what all did whom its reader meets: [P, M, H]. As likely
@@ -2844,12 +2863,6 @@ class OtherModel(nn.Module):
         alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
         share = alike.logsumexp(-1, keepdim=True).sigmoid()  # the chance that they are alike
         return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
-
-    def act(self, first, mask, which=slice(None)):
-        """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
-        [P, M, 7]; which: the models that are asked, in this order."""
-        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
-        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
 
 
 class Policy(Agent):
@@ -2874,9 +2887,8 @@ class Networks(nn.Module):
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
         silent = args.goals == "zero"
         self.policy = Policy(num_hops, views, size, others * dim, args.seed)
-        self.others = OtherModel(num_hops * others, views, size, dim, args.hypotheses, args.seed + 1,
-                                 together=others, silent=silent)
-        self.others.prior.requires_grad_(False)  # self-play, among one's like, does not tell who may come
+        self.others = CompanyModel(others, num_hops * others, views, size, dim, args.hypotheses,
+                                   args.seed + 1, silent=silent)
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
         self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
 

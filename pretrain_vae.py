@@ -1477,13 +1477,12 @@ class OtherModel(nn.Module):
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
     ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
-    present view, where one reader meets `together` players: as if in half of all meetings they played alike.
-    With `silent` all goals are 0 (mean 0, log-variance -inf).
+    present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
     """
 
-    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, together=1, silent=False):
+    def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
         super().__init__()
-        self.views, self.together, self.silent = views, together, silent
+        self.views, self.silent = views, silent
         self.view = FirstLayer(num_models, views, hidden_size, seed)
         self.glance = Linear(num_models, hidden_size, hidden_size, math.sqrt(2), seed + 1)
         self.likelihood = Linear(num_models, hidden_size, NUM_ACTIONS * hypotheses, 1.0, seed)
@@ -1525,23 +1524,10 @@ class OtherModel(nn.Module):
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        if self.together > 1:
-            memory = self.pool(memory)
         mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
-
-    def pool(self, memory):
-        """Weights from what each player did -> from what all did whom its reader meets: [P, M, H]. As likely
-        as not one draw from the prior is for all of them, else each has its own.
-
-        A hypothesis is taken for the same way to play in all models of a reader, which begin as copies.
-        """
-        apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
-        alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
-        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # the chance that they are alike
-        return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
 
     def act(self, first, mask, which=slice(None)):
         """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions

@@ -1006,7 +1006,7 @@ def test_beliefs_follow_a_player_that_changes():
 
 def test_beliefs_are_pooled_as_bayes_rule_does():
     """Against the sum over all 3^3 ways in which three players may play, drawn apart or, as likely, all alike."""
-    model = script.OtherModel(6, script.Views(4, 4, 4, 35), 16, 4, 3, seed=1, together=3)
+    model = script.CompanyModel(3, 6, script.Views(4, 4, 4, 35), 16, 4, 3, 1, silent=False)
     torch.nn.init.normal_(model.prior[:1])
     model.prior.data[:] = model.prior.data[:1]
     prior = model.prior[0, 0].softmax(-1)
@@ -1022,6 +1022,6 @@ def test_beliefs_are_pooled_as_bayes_rule_does():
     torch.testing.assert_close(pooled, expected / expected.sum(-1, keepdim=True), atol=1e-5, rtol=1e-4)
     order = [2, 0, 1, 4, 5, 3]  # players are interchangeable
     torch.testing.assert_close(model.pool((said * prior / (said * prior).sum(-1, keepdim=True))[order]), pooled[order])
-    alone = script.OtherModel(1, script.Views(4, 4, 2, 35), 16, 4, 3, seed=1)
+    alone = script.CompanyModel(1, 1, script.Views(4, 4, 2, 35), 16, 4, 3, 1, silent=False)
     weights = torch.rand(1, 5, 3).softmax(-1)
     torch.testing.assert_close(alone.pool(weights), weights)
