@@ -45,6 +45,7 @@ import numpy as np
 import torch
 import tyro
 from PIL import Image
+from tqdm import tqdm
 
 TESTER = "test_obs_reward_model"
 SMALL = {
@@ -140,6 +141,7 @@ def start(script, line, log, fault=None, place=None):
             os.dup2(os.open(f"{log}.{end}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout = open(1, "w", closefd=False, encoding="utf-8")
         sys.stderr = open(2, "w", closefd=False, encoding="utf-8", errors="backslashreplace")
+        tqdm.set_lock(threading.RLock())  # forks share the one they begin with: who is killed holds it for ever
         torch.set_num_threads(1)
         os.chdir(place or ".")
         shorten(module, script)

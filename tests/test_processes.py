@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import traceback
 
@@ -15,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 import torch._dynamo  # noqa: F401
 import torch.utils.tensorboard  # noqa: F401
+from tqdm import tqdm
 
 import hopplus_selfplay as hop
 import ppo_single_player as ppo
@@ -44,6 +46,7 @@ class Fork:
             return
         code = 1
         try:
+            tqdm.set_lock(threading.RLock())  # forks share the one they begin with: who is killed holds it for ever
             os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1",
                            "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
             words = open(self.words, "w", buffering=1)
