@@ -1229,9 +1229,9 @@ MEETING = 10  # episodes that an imagined meeting lasts on average, and updates 
 class Table(Saved):
     """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
 
-    The memory [P, B, H] holds how likely each of the inference's hypotheses, ways to play that it has
-    learned, makes all that was seen of a player, slowly forgetting; it goes on from episode to episode. A
-    belief is read from it, from what the others at the table did and from the player's present view: mean and
+    The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, ways to play that it has
+    learned, makes all that was seen of a player and of the others at the table, slowly forgetting; it goes on
+    from episode to episode. A belief is read from it and from the player's present view: mean and
     log-variance of that player's goal. A player that has left sees nothing until the next episode, and of a
     player that has left nothing is seen.
     """
@@ -1717,7 +1717,7 @@ class Replay(Saved):
 
     real      dict of [.., T, stretch], the newest last: STATE and actions of all players; of each pair
               [P, ..] seen, weight (whether it is learned from), and goal_step, the step whose view holds the
-              goal in hindsight; memory [P, H, stretch], as it was before the stretch
+              goal in hindsight; memory [P, 2 H, stretch], as it was before the stretch
     recorded  the same of the record
     record    the whole games of the warm-up, dict of [.., T, B]
     """
@@ -1736,7 +1736,7 @@ class Replay(Saved):
         columns = {name: cut(record[name]) for name in STATE + ("actions",)}
         seen = cut(record["present"])[pairs]
         goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
-        memory = self.table.networks.known.start(seen.shape[-1]).detach().expand(len(pairs), -1, -1)
+        memory = self.table.networks.others.start(seen.shape[-1]).detach()
         memory = memory.transpose(1, 2)
         return columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory}
 
@@ -1828,8 +1828,11 @@ def infer_goals(model, lesson):
     log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
-    memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
-                                  lesson["action"], lesson["seen"])
+    memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
+                                   lesson["action"], lesson["seen"])
+    memory = torch.stack(memories[:-1], 1)
+    alone = memory[..., :taken.shape[-1]]  # what each player is by itself [P, T, B, H]
+    likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
@@ -2757,13 +2760,6 @@ CHANGE = 2e-3  # the chance that a player begins to play another way, at each st
 SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
 
 
-def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
-    begins to play another way with a chance of `change`."""
-    joint = memory * (likely + SLIP)
-    return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
-
-
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
@@ -2806,23 +2802,27 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
-    def remember(self, memory, table, action, seen):
-        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
-        taken = table.gather(0, action[None, ..., None].expand(1, *memory.shape))[0]
-        after = weigh(memory, taken.exp(), self.prior.softmax(-1), CHANGE)
-        return torch.where(seen[..., None], after, memory)
+    def weigh(self, memory, prior, likely, change):
+        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; then
+        a player begins to play another way with a chance of `change` [P, B, 1]."""
+        joint = memory * likely
+        return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
     def follow(self, memory, table, action, seen):
-        """`weigh` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
-        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
+        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, H] of
+        `look`. -> the memory before each step and after all [T + 1 of P, B, H], and the log-probabilities of
+        the actions by hypothesis [P, T, B, H]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken, 0.0).exp()
-        before, prior = [memory], self.prior.softmax(-1)
-        for step in zip(likely.unbind(1)[:-1], (CHANGE * seen).unbind(1)):
-            before.append(weigh(before[-1], step[0], prior, step[1]))
-        before = torch.stack(before, 1)
-        return before, (before.clamp(min=1e-30).log() + taken).logsumexp(-1)
+        likely = torch.where(seen, taken.exp() + SLIP, 1.0)
+        memories, prior = [memory], self.prior.softmax(-1)
+        for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
+            memories.append(self.weigh(memories[-1], prior, *step))
+        return memories, taken
+
+    def remember(self, memory, table, action, seen):
+        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
+        return self.follow(memory, table.unsqueeze(2), action[:, None], seen[:, None])[0][1]
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
@@ -2840,7 +2840,12 @@ class OtherModel(nn.Module):
 
 class CompanyModel(OtherModel):
     """Models of all others that players meet, `together` for each player: a goal is read from what all of
-    them did, as if in half of all meetings they played alike.
+    them did, as if at half of all tables they played alike.
+
+    Behind the weights of each player by itself the memory [P, B, 2 H] holds what its table may be as one:
+    how likely it is that all play as one hypothesis says, and the rest to 1 that each plays its own way. Who
+    plays alike also changes together. (A hypothesis is taken for the same way to play in all models of a
+    reader, which begin as copies.)
 
     The prior stays as the warm-up leaves it: self-play, among one's like, does not tell who may come.
     """
@@ -2850,19 +2855,31 @@ class CompanyModel(OtherModel):
         self.together = together
         self.prior.requires_grad_(False)
 
+    def start(self, num):
+        prior = super().start(num)
+        return torch.cat([prior, prior / 2], -1)
+
+    def weigh(self, memory, prior, likely, change):
+        apart, alike = memory.chunk(2, -1)
+        # players of a table side by side [L, M, B, H]
+        apart, alike, prior, likely, change = (part.unflatten(0, (-1, self.together))
+                                               for part in (apart, alike, prior, likely, change))
+        with torch.no_grad():  # what a hypothesis is, is learned from each player by itself
+            as_one = alike * likely.prod(1, keepdim=True)
+            as_many = (apart * likely).sum(-1, keepdim=True).prod(1, keepdim=True)
+            as_many = as_many * (1 - alike.sum(-1, keepdim=True))
+            alike = as_one / (as_one.sum(-1, keepdim=True) + as_many)
+            alike = torch.lerp(alike, prior / 2, change.amax(1, keepdim=True))
+        apart = super().weigh(apart, prior, likely, change)
+        return torch.cat([apart, alike], -1).flatten(0, 1)
+
     def read(self, memory, hidden):
-        return super().read(self.pool(memory), hidden)
+        return super().read(self.weights(memory), hidden)
 
-    def pool(self, memory):
-        """Weights from what each player did -> from what all did whom its reader meets: [P, M, H]. As likely
-        as not one draw from the prior is for all of them, else each has its own.
-
-        A hypothesis is taken for the same way to play in all models of a reader, which begin as copies.
-        """
-        apart, prior = (part.unflatten(0, (-1, self.together)) for part in (memory, self.prior.softmax(-1)))
-        alike = prior.mean(1).log() + (apart / prior).log().sum(1)  # [L, M, H], all as each hypothesis says
-        share = alike.logsumexp(-1, keepdim=True).sigmoid()  # the chance that they are alike
-        return torch.lerp(apart, alike.softmax(-1)[:, None], share[:, None]).flatten(0, 1)
+    def weights(self, memory):
+        """How likely each hypothesis is for each player, by all that was seen at its table: [.., H]."""
+        apart, alike = memory.chunk(2, -1)
+        return apart * (1 - alike.sum(-1, keepdim=True)) + alike
 
 
 class Policy(Agent):
@@ -2894,7 +2911,7 @@ class Networks(nn.Module):
 
     def forward(self, own, others, memory):
         """What players make of their own views [L, M, K], those of the others [P, M, K] and what they
-        remember of these [P, M, H]: a dict of what is listed at the end."""
+        remember of these [P, M, 2 H]: a dict of what is listed at the end."""
         _, hidden, table = self.others.look(others)
         mean, logvar = self.others.read(memory, hidden)
         told = mean.unflatten(0, (len(own), -1)).transpose(1, 2).flatten(2)

@@ -818,8 +818,11 @@ def infer_goals(model, lesson):
     log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
-    memory, likely = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
-                                  lesson["action"], lesson["seen"])
+    memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
+                                   lesson["action"], lesson["seen"])
+    memory = torch.stack(memories[:-1], 1)
+    alone = memory[..., :taken.shape[-1]]  # what each player is by itself [P, T, B, H]
+    likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
     return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
 
 
@@ -1461,13 +1464,6 @@ CHANGE = 2e-3  # the chance that a player begins to play another way, at each st
 SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
 
 
-def weigh(memory, likely, prior, change):
-    """Bayes' rule: the weights of hypotheses [.., H] after an action that each held so likely; then a player
-    begins to play another way with a chance of `change`."""
-    joint = memory * (likely + SLIP)
-    return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
-
-
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
@@ -1510,17 +1506,23 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
+    def weigh(self, memory, prior, likely, change):
+        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; then
+        a player begins to play another way with a chance of `change` [P, B, 1]."""
+        joint = memory * likely
+        return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
+
     def follow(self, memory, table, action, seen):
-        """`weigh` for steps in order, table [7, P, T, B, H]. -> the memory before each step [P, T, B, H],
-        and the log-probability of each action by the weighted hypotheses [P, T, B]"""
+        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, H] of
+        `look`. -> the memory before each step and after all [T + 1 of P, B, H], and the log-probabilities of
+        the actions by hypothesis [P, T, B, H]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken, 0.0).exp()
-        before, prior = [memory], self.prior.softmax(-1)
-        for step in zip(likely.unbind(1)[:-1], (CHANGE * seen).unbind(1)):
-            before.append(weigh(before[-1], step[0], prior, step[1]))
-        before = torch.stack(before, 1)
-        return before, (before.clamp(min=1e-30).log() + taken).logsumexp(-1)
+        likely = torch.where(seen, taken.exp() + SLIP, 1.0)
+        memories, prior = [memory], self.prior.softmax(-1)
+        for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
+            memories.append(self.weigh(memories[-1], prior, *step))
+        return memories, taken
 
     def read(self, memory, hidden):
         """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""

@@ -50,13 +50,13 @@ def play(table, episodes):
     many = table.game.num_envs
     rows, episode = torch.arange(many), torch.zeros(many, dtype=torch.int64)
     returns = torch.zeros(many, episodes + 1)
-    weights, others = torch.zeros(*table.memory.shape[:2], episodes + 1, table.memory.shape[2]), table.networks.others
+    weights, others = torch.zeros(*table.memory.shape[:2], episodes + 1, table.args.hypotheses), table.networks.others
     while (episode < episodes).any():
         out = table.play(table.act(table.args.search))
         now = episode.clamp(max=episodes)
         returns[rows, now] += out["reward"][0]
         over = out["over"]
-        weights[:, rows[over], now[over]] = others.pool(table.memory[:, over])
+        weights[:, rows[over], now[over]] = others.weights(table.memory[:, over])
         episode = episode + over
     return returns[:, :episodes], weights[:, :, :episodes]
 
