@@ -617,6 +617,8 @@ class Saved:
                 part.set_state(value.cpu())
             elif hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
+            elif isinstance(part, torch.Tensor) and part.shape[1:] != value.shape[1:]:
+                raise ValueError(f"{name}: {list(value.shape)} instead of {list(part.shape)}")
             else:
                 setattr(self, name, value)
 
@@ -653,6 +655,7 @@ class Run(Saved):
             made = warm_up_world(args) if learned and Processes.rank == last else (None, 0)
             self.world, steps = Processes.share(made, last)
             self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
+            self.table.meet_anew(1)  # with the prior that the warm-up leaves
             self.warmup_steps += record["over"].numel() + steps
         elif learned:
             weights = checkpoint["world_model"]
@@ -1230,10 +1233,10 @@ class Table(Saved):
     """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
 
     The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, ways to play that it has
-    learned, makes all that was seen of a player and of the others at the table, slowly forgetting; it goes on
-    from episode to episode. A belief is read from it and from the player's present view: mean and
-    log-variance of that player's goal. A player that has left sees nothing until the next episode, and of a
-    player that has left nothing is seen.
+    learned, is for a player, and for all at the table together (`CompanyModel`), by all that was seen, slowly
+    forgetting; it goes on from episode to episode. A belief is read from it and from the player's present
+    view: mean and log-variance of that player's goal. A player that has left sees nothing until the next
+    episode, and of a player that has left nothing is seen.
     """
 
     saved = ("game", "lineup", "memory", "generator")
@@ -1259,7 +1262,7 @@ class Table(Saved):
             names = [args.players[seat] for seat in self.trained_seats]
             self.trained = load_policies(names, self.views).to(device)
         self.generator = seeded(seed, "table", device)
-        self.memory = self.networks.others.start(num_envs).detach().clone()
+        self.memory = self.networks.others.start(num_envs).detach()
 
     def for_pairs(self, part):
         """What each HOP+ player has, once for each player that it models: [L, ...] -> [P, ...]."""
@@ -1736,8 +1739,7 @@ class Replay(Saved):
         columns = {name: cut(record[name]) for name in STATE + ("actions",)}
         seen = cut(record["present"])[pairs]
         goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
-        memory = self.table.networks.others.start(seen.shape[-1]).detach()
-        memory = memory.transpose(1, 2)
+        memory = self.table.networks.others.start(seen.shape[-1]).detach().transpose(1, 2)
         return columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory}
 
     def add(self, real):
@@ -1825,7 +1827,7 @@ def infer_goals(model, lesson):
     """What a model of others makes of stretches of play [P, T, B, ...].
 
     -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
-    log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
+    log-probability of each action by the hypotheses, weighted by that player's own past: each [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
@@ -1840,7 +1842,7 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
     minimised, each added up over the samples.
 
-    The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
+    The hypotheses, weighted by a player's own past, are to foresee each action. The goal read from them is
     to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]
@@ -1955,12 +1957,11 @@ def policy_loss(args, policy, batch, ent_coef):
     """The loss of each learner on a batch [L, M, ...]: [L], and what it is made of: sums over the samples by
     their weights; and last the weights of those that were drawn and of those that were searched for."""
     drawn, planned = batch["weight"] * ~batch["searched"], batch["weight"] * batch["searched"]
-    advantages = batch["advantages"]
     log_probs, value = policy(batch["x"], batch["told"])
     logratio = log_probs.gather(-1, batch["actions"][..., None]).squeeze(-1) - batch["logprobs"]
     ratio = logratio.exp()
     clipped = ratio.clamp(1 - args.clip_coef, 1 + args.clip_coef)
-    surrogate = torch.minimum(advantages * ratio, advantages * clipped)
+    surrogate = torch.minimum(batch["advantages"] * ratio, batch["advantages"] * clipped)
     search_loss = -(batch["target"] * log_probs.clamp(min=-30)).sum(-1)
     error = 0.5 * (value - batch["returns"]).square()
     entropy = -(log_probs.exp() * log_probs).sum(-1)
@@ -2299,7 +2300,7 @@ def seat_players(args, saved, num_envs, seed, episodes=1):
     except (KeyError, RuntimeError) as error:
         told = f"its players do not fit this script ({type(error).__name__})"
         raise Refused(f"--checkpoint {args.checkpoint}: {told}") from error
-    table.memory = table.networks.others.start(num_envs).detach().clone()
+    table.memory = table.networks.others.start(num_envs).detach()
     if args.search_model == "learned":
         world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
         table.model = WorldTables(world, args.height, args.width, len(args.players))
@@ -2844,7 +2845,8 @@ class CompanyModel(OtherModel):
 
     Behind the weights of each player by itself the memory [P, B, 2 H] holds what its table may be as one:
     how likely it is that all play as one hypothesis says, and the rest to 1 that each plays its own way. Who
-    plays alike also changes together. (A hypothesis is taken for the same way to play in all models of a
+    plays alike also changes together; where a table ceases to be alike, each is taken to play as its own past
+    says, which is nearly Bayes' rule. (A hypothesis is taken for the same way to play in all models of a
     reader, which begin as copies.)
 
     The prior stays as the warm-up leaves it: self-play, among one's like, does not tell who may come.
@@ -2902,10 +2904,9 @@ class Networks(nn.Module):
     def __init__(self, args, views, num_hops):
         super().__init__()
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
-        silent = args.goals == "zero"
         self.policy = Policy(num_hops, views, size, others * dim, args.seed)
         self.others = CompanyModel(others, num_hops * others, views, size, dim, args.hypotheses,
-                                   args.seed + 1, silent=silent)
+                                   args.seed + 1, silent=args.goals == "zero")
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
         self.prior = GoalPrior(1, views, args.vae_size, dim, args.seed + 2)
 

@@ -498,6 +498,8 @@ class Saved:
                 part.set_state(value.cpu())
             elif hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
+            elif isinstance(part, torch.Tensor) and part.shape[1:] != value.shape[1:]:
+                raise ValueError(f"{name}: {list(value.shape)} instead of {list(part.shape)}")
             else:
                 setattr(self, name, value)
 

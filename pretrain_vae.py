@@ -472,6 +472,8 @@ class Saved:
                 part.set_state(value.cpu())
             elif hasattr(part, "load_state_dict"):
                 part.load_state_dict(value)
+            elif isinstance(part, torch.Tensor) and part.shape[1:] != value.shape[1:]:
+                raise ValueError(f"{name}: {list(value.shape)} instead of {list(part.shape)}")
             else:
                 setattr(self, name, value)
 
@@ -815,7 +817,7 @@ def infer_goals(model, lesson):
     """What a model of others makes of stretches of play [P, T, B, ...].
 
     -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
-    log-probability of each action by the weighted hypotheses: each [P, T * B, ...]
+    log-probability of each action by the hypotheses, weighted by that player's own past: each [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
@@ -830,7 +832,7 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
     minimised, each added up over the samples.
 
-    The hypotheses, weighted by what was seen before, are to foresee each action. The goal read from them is
+    The hypotheses, weighted by a player's own past, are to foresee each action. The goal read from them is
     to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]
