@@ -126,20 +126,21 @@ class Table:
         return np.array([row for row in rows if len(row) == len(met)])
 
 
-def interquartile(scores, draws=2000):
-    """The interquartile mean of scores [seed, line-up], and its interval by drawing both anew. -> mean, low, high"""
-    if not scores.size:
-        return np.nan, np.nan, np.nan
+def middle_mean(values):
+    """The interquartile mean: that of the middle half of all values."""
+    values = np.sort(values, axis=None)
+    cut = len(values) // 4
+    return values[cut:len(values) - cut].mean()
+
+
+def interval(scores, mean, draws=2000):
+    """A mean of scores [seed, line-up], and its 95 % interval by drawing both anew: 0.97 (0.95 to 0.99)."""
     generator = np.random.default_rng(0)
-
-    def middle(values):
-        values = np.sort(values, axis=None)
-        cut = len(values) // 4
-        return values[cut:len(values) - cut].mean()
-
-    drawn = [middle(scores[generator.integers(len(scores), size=len(scores))][:, generator.integers(
-        scores.shape[1], size=scores.shape[1])]) for _ in range(draws)]
-    return middle(scores), *np.quantile(drawn, (0.025, 0.975))
+    seeds, line_ups = scores.shape
+    drawn = [mean(scores[generator.integers(seeds, size=seeds)][:, generator.integers(line_ups, size=line_ups)])
+             for _ in range(draws)]
+    low, high = np.quantile(drawn, (0.025, 0.975))
+    return f"{mean(scores):.2f} ({low:.2f} to {high:.2f})"
 
 
 def play_rules(args, board, seed=77):
@@ -277,12 +278,11 @@ def write_all(args):
                 cells = []
                 for board in boards:
                     scores = table.scores(board, agent, which, others)
-                    middle, low, high = interquartile(scores)
-                    cells.append("" if not scores.size else f"{middle:.2f} ({low:.2f} to {high:.2f}) "
-                                 f"[{scores.mean():.2f}, {scores.mean(0).min():.2f}]")
+                    cells.append("" if not scores.size else f"{interval(scores, middle_mean)} "
+                                 f"[{interval(scores, np.mean)}, {scores.mean(0).min():.2f}]")
                 rows.append([agent, span, *cells])
-        texts.append(f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets mean and worst "
-                     f"line-up.\n\n{markdown(['player', 'episodes', *boards], rows)}")
+        texts.append(f"Scores, {title}: interquartile mean over seeds and line-ups (95 %); in brackets the mean (95 %) and "
+                     f"the worst line-up.\n\n{markdown(['player', 'episodes', *boards], rows)}")
     for board in boards:
         rows = []
         for others, known in table.references[board].items():
