@@ -520,7 +520,7 @@ def train(args, run, learned, held_out, folder, writer):
     saved, seconds_before = time.perf_counter(), run.seconds
     bar = tqdm(total=args.num_updates, initial=run.updates, unit=" updates", dynamic_ncols=True,
                mininterval=0.5, desc="training")
-    stopped = due = 0
+    stopped = 0
     with bar, Interrupt() as interrupt:
         while run.updates < args.num_updates and not stopped:
             rate = args.learning_rate * 0.5 * (1 + math.cos(math.pi * run.updates / args.num_updates))
@@ -552,10 +552,11 @@ def train(args, run, learned, held_out, folder, writer):
                 log_check(writer, run, checks, rate, times)
                 exact = " ".join(f"{name} {100 * check['exact']:.2f}%" for name, check in checks.items())
                 bar.set_postfix_str(f"exact {exact}", refresh=False)
-            if last or Processes.size == 1 or run.updates % 8 == 0:  # a message costs a part of an update
-                stopped, due = Processes.most(interrupt.wanted, time.perf_counter() - saved > args.save_every)
+            wishes = interrupt.wanted, time.perf_counter() - saved > args.save_every
+            asked = last or Processes.size == 1 or run.updates % 8 == 0  # a message costs a part of an update
+            stopped, due = Processes.most(*wishes) if asked else (0, 0)
             if last or stopped or due:
-                saved, due = time.perf_counter(), 0
+                saved = time.perf_counter()
                 writer.flush()
                 save_checkpoint(folder, run.content(args))
     return stopped
