@@ -3,6 +3,7 @@
     python benchmark/adaptation.py --quick --workers 2         HOP+ alone, one seed, fewer and shorter meetings
     python benchmark/adaptation.py                             everything, over night
     python benchmark/adaptation.py --only hop ppo-mixes --boards open scarce --seeds 1 2 3
+    python benchmark/adaptation.py --quick --odd               among players that stand nowhere else (odd_players.py)
 
 Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
 player meets the same three others for fifty episodes (twenty with --quick), in each seat. A run that is finished is not made again, one
@@ -59,6 +60,8 @@ POOR = ("nh nh nh", "nh nh random", "random random random", "switch-ns-nh switch
 TRAINED = ("PPO PPO PPO", "HOP HOP HOP")  # in self-play, on the seeds that come next
 LINE_UPS = ("ns ns ns", "nh ns random", "ns ns random", "ns nh nh", "ns random random", "nsh nsh nsh",
             "noisy-ns noisy-ns noisy-ns", "noisy-nh noisy-nh noisy-nh", *POOR, *TRAINED)
+ODD = *(" ".join([kind] * 3) for kind in ("Alternating", "Moody", "Reciprocal", "Joiner", "Follower", "Cautious",
+                                          "Wanderer", "Reader", "Sleeper", "Shy")), "Joiner Moody Sleeper", "Follower ns Shy"
 SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(40, 50)}
 
 
@@ -77,6 +80,9 @@ class Args:
     quick: bool = False
     """a quarter of the meetings, of 20 episodes each; only HOP+ (or --only), no trained co-players, no PPO
     trained for each line-up; all in a folder of its own, which ends in -quick"""
+    odd: bool = False
+    """others that were made for this alone, benchmark/odd_players.py, in place of those of the table, and PPO trained
+    for each line-up; all in the same folder, the table under names of its own"""
     folder: str = os.path.join("runs", "benchmark-adaptation")
     """where the runs, the table and the pictures go"""
     flags: str = ""
@@ -85,14 +91,21 @@ class Args:
     """runs side by side on this machine"""
 
 
+def named(args, name):
+    """Names of what is made of others that nobody knows, apart from those of the ordinary table."""
+    return f"odd-{name}" if args.odd else name
+
+
 class Table:
     """All that is known so far: by board, player, seed and line-up the mean return of each episode."""
 
     def __init__(self, args):
-        self.args, self.returns = args, {}
-        self.path, stored = os.path.join(args.folder, "references.json"), os.path.join(HERE, "references.json")
-        with open(self.path if os.path.isfile(self.path) else stored, encoding="utf-8") as file:
-            self.references = json.load(file)
+        self.args, self.returns, self.references = args, {}, {}
+        self.path = os.path.join(args.folder, named(args, "references.json"))
+        stored = self.path if args.odd or os.path.isfile(self.path) else os.path.join(HERE, "references.json")
+        if os.path.isfile(stored):
+            with open(stored, encoding="utf-8") as file:
+                self.references = json.load(file)
         self.settled = ("random", *RULES) if args.quick else ()  # stored, of more meetings than --quick has
 
     def add(self, board, agent, seed, others, episodes):
@@ -148,7 +161,7 @@ def play_rules(args, board, seed=77):
 
     All play side by side, in one batch of games. -> {others: {rule: returns by episode}}, kept in a file of the board
     """
-    path = os.path.join(args.folder, f"{board}-rules.json")
+    path = os.path.join(args.folder, named(args, f"{board}-rules.json"))
     if os.path.isfile(path):
         with open(path, encoding="utf-8") as file:
             return json.load(file)
@@ -158,30 +171,46 @@ def play_rules(args, board, seed=77):
     torch.set_num_threads(1)  # as the scripts do; more stand in each other's way where other runs are made
     flags = tyro.cli(script.Args, args=["--players", "ppo", "ns", "ns", "ns", *BOARDS[board].split()])
     fields = {field.name: getattr(flags, field.name) for field in dataclasses.fields(script.GameArgs)}
-    rules, met = ("random", *RULES), [others for others in LINE_UPS if others not in TRAINED]
-    line_ups = []
-    for others, rule, seat in itertools.product(met, rules, range(4)):
-        line_ups.append(others.split())
-        line_ups[-1].insert(seat, rule)
-    kinds = sorted({name for names in line_ups for name in names})
-    games = len(line_ups) * args.meetings  # all meetings of a line-up stand together
-    game = script.BatchedStagHunt(games, num_players=4, seed=seed, **fields)
-    players = script.Lineup([f"mix:{','.join(kinds)}"] * 4, game, seed, args.episodes, mix_for=1 << 40)
-    kind = torch.tensor([[kinds.index(name) for name in names] for names in line_ups])
-    players.kind = kind.repeat_interleave(args.meetings, 0) + players.first
-    rows, episode = torch.arange(games), torch.zeros(games, dtype=torch.int64)
-    seat = torch.arange(4).repeat(len(met) * len(rules)).repeat_interleave(args.meetings)
-    total = torch.zeros(games, args.episodes + 1)
-    while (episode < args.episodes).any():
+    rules, met = ("random", *RULES), [others for others in met_by(args) if others not in TRAINED]
+    new_game = lambda games: script.BatchedStagHunt(games, num_players=4, seed=seed, **fields)
+    answer = {others: {} for others in met}
+    if args.odd:  # one line-up after the other, the rule in the first seat
+        seat = torch.zeros(16 * args.meetings, dtype=torch.int64)
+        for others, rule in itertools.product(met, rules):
+            game, names = new_game(len(seat)), [rule, *companions(args, board, others, seed)[0].split()]
+            returns = play(game, script.Lineup(names, game, seed, args.episodes), seat, args.episodes)
+            answer[others][rule] = returns.mean(0).tolist()
+    else:
+        line_ups = []
+        for others, rule, seat in itertools.product(met, rules, range(4)):
+            line_ups.append(others.split())
+            line_ups[-1].insert(seat, rule)
+        kinds = sorted({name for names in line_ups for name in names})
+        game = new_game(len(line_ups) * args.meetings)  # all meetings of a line-up stand together
+        players = script.Lineup([f"mix:{','.join(kinds)}"] * 4, game, seed, args.episodes, mix_for=1 << 40)
+        kind = torch.tensor([[kinds.index(name) for name in names] for names in line_ups])
+        players.kind = kind.repeat_interleave(args.meetings, 0) + players.first
+        seat = torch.arange(4).repeat(len(met) * len(rules)).repeat_interleave(args.meetings)
+        returns = play(game, players, seat, args.episodes).view(len(met), len(rules), -1, args.episodes).mean(2)
+        for others, means in zip(met, returns.tolist()):
+            answer[others] = dict(zip(rules, means))
+    write(path, json.dumps(answer))
+    return answer
+
+
+def play(game, players, seat, episodes):
+    """Plays one meeting in each game. -> what one seat of each [B] earns, by episode: [B, episodes]"""
+    import torch
+
+    rows, episode = torch.arange(game.num_envs), torch.zeros(game.num_envs, dtype=torch.int64)
+    total = torch.zeros(game.num_envs, episodes + 1)
+    while (episode < episodes).any():
         out = game.advance(players.act(game))
-        total[rows, episode.clamp(max=args.episodes)] += out["reward"][rows, seat]
+        total[rows, episode.clamp(max=episodes)] += out["reward"][rows, seat]
         episode = episode + out["over"]
         game.reset(out["over"])
         players.reset(out["over"])
-    means = total[:, :args.episodes].view(len(met), len(rules), -1, args.episodes).mean(2)
-    answer = {others: dict(zip(rules, row)) for others, row in zip(met, means.tolist())}
-    write(path, json.dumps(answer))
-    return answer
+    return total[:, :episodes]
 
 
 def training(args, board, agent, seed):
@@ -192,7 +221,7 @@ def training(args, board, agent, seed):
 
 def met_by(args):
     """The line-ups of this table."""
-    return [others for others in LINE_UPS if not args.quick or others not in TRAINED]
+    return ODD if args.odd else [others for others in LINE_UPS if not args.quick or others not in TRAINED]
 
 
 def companions(args, board, others, seed):
@@ -206,7 +235,8 @@ def companions(args, board, others, seed):
         runs = [training(args, board, "hop", seed + number) for number in (1, 2, 3)]
         paths = [os.path.join(args.folder, run.name) for run in runs]
         return " ".join(f"{path}:player_{number}" for number, path in enumerate(paths, 1)), runs
-    return others, []
+    odd = os.path.join(HERE, "odd_players.py")
+    return " ".join(f"{odd}:{name}" if name.istitle() else name for name in others.split()), []
 
 
 def meeting(args, board, agent, seed, others):
@@ -225,17 +255,19 @@ def meeting(args, board, agent, seed, others):
                          tuple(run.name for run in before))]
 
 
-def exact(board, others):
+def exact(args, board, others):
     """The run of PPO among exactly these three: what it earns is the most one can hope for."""
-    return Run(f"{board}-exact-{others.replace(' ', '-')}", f"--players ppo {others} {BOARDS[board]} "
-               "--total-timesteps 1000000", PPO)
+    return Run(f"{board}-exact-{others.replace(' ', '-')}", f"--players ppo {companions(args, board, others, 0)[0]} "
+               f"{BOARDS[board]} --total-timesteps 1000000", PPO)
 
 
 def all_runs(args):
     """Every run that is needed, those that others need before them."""
     runs = {}
     for board in args.boards:
-        wanted = [] if args.quick else [exact(board, others) for others in LINE_UPS if others not in TRAINED]
+        wanted = []
+        if args.odd or not args.quick:
+            wanted = [exact(args, board, others) for others in met_by(args) if others not in TRAINED]
         for seed in args.seeds:
             for agent in args.only or AGENTS:
                 for others in met_by(args):
@@ -252,7 +284,7 @@ def read(args):
         for others, rules in play_rules(args, board).items():
             for rule, returns in rules.items():
                 table.add(board, rule, 0, others, returns)
-            if not args.quick and (result := results(args.folder, exact(board, others).name)):
+            if result := results(args.folder, exact(args, board, others).name):
                 table.add(board, "exact", 0, others, [result["evaluation"]["sampled"]["mean"]] * args.episodes)
         for seed in args.seeds:
             for agent in args.only or AGENTS:
@@ -271,7 +303,7 @@ def write_all(args):
     boards = [board for board in args.boards if board in table.references]
     agents = list(dict.fromkeys(key[1] for key in table.returns if key[1] not in ("random", "exact")))
     texts = []
-    for title, others in (("all line-ups", None), ("the poor ones", POOR)):
+    for title, others in (("all line-ups", None), *(() if args.odd else (("the poor ones", POOR),))):
         rows = []
         for agent in agents:
             for span, which in ((span, which) for span, which in SPANS.items() if which.stop <= args.episodes):
@@ -295,8 +327,8 @@ def write_all(args):
             rows.append([others, f"{known['random'][half]:.2f}", f"{known['best'][half]:.2f} ({known['by'][half]})", *cells])
         texts.append(f"Returns on {board}, episodes 11 to 20, mean over seeds.\n\n"
                      + markdown(["line-up", "random", "best (who)", *agents], rows))
-    keep("\n\n".join(texts), os.path.join(args.folder, "adaptation.md"))
-    with open(os.path.join(args.folder, "adaptation.csv"), "w", encoding="utf-8", newline="") as file:
+    keep("\n\n".join(texts), os.path.join(args.folder, named(args, "adaptation.md")))
+    with open(os.path.join(args.folder, named(args, "adaptation.csv")), "w", encoding="utf-8", newline="") as file:
         rows = csv.writer(file)
         rows.writerow(["board", "player", "seed", "others", "episode", "return", "score"])
         for key, returns in table.returns.items():
@@ -343,7 +375,7 @@ def main(args):
     code = work(args.folder, all_runs(args), args.workers, lambda: write_all(args))
     table = read(args)
     for board in (board for board in args.boards if table.references[board]):
-        draw(table, board, os.path.join(args.folder, f"{board}.png"))
+        draw(table, board, os.path.join(args.folder, named(args, f"{board}.png")))
     return code
 
 

@@ -1,0 +1,159 @@
+"""Players that nobody is trained with: strangers of kinds that stand nowhere else in this project.
+
+    python ppo_single_player.py --players ppo benchmark/odd_players.py:Joiner ns ns
+    python benchmark/adaptation.py --quick --odd --workers 2        what HOP+ earns among them
+
+They are there to be met, not to be learned from: no script draws on them. All go the straight way, for the boards of
+the benchmark have no obstacles.
+"""
+
+import torch
+
+STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
+
+
+class Odd:
+    """What they have in common: act(observation, generator) looks, and asks `decide` where to go."""
+
+    hunts = HUNT_STAG, HUNT_HARE  # what it hunts when it stands on it
+
+    def act(self, observation, generator):
+        self.seen, self.generator = observation, generator
+        planes = observation["observation"].bool().flatten(1, 2)  # [B, cells, N + 3]
+        num = planes.shape[-1] - 3
+        self.own, self.others = planes[..., 0], planes[..., 1:num]
+        self.anybody = self.others.any(-1)
+        self.stags, self.hares = planes[..., num + 1], planes[..., num + 2]
+        action = self.decide()
+        for hunt in self.hunts:
+            action = torch.where(observation["action_mask"][:, hunt], hunt, action)
+        return action
+
+    def approach(self, target):
+        """A move that shortens the way to the nearest cell of target [B, cells]; on it, or where there is none, stay."""
+        height, width = self.seen["observation"].shape[1:3]
+        cells = torch.arange(height * width, device=target.device)
+        row, column = cells // width, cells % width
+        apart = (row[:, None] - row).abs() + (column[:, None] - column).abs()
+        distance = torch.where(target[:, None], apart, 1000).amin(-1)  # from each cell [B, cells]
+        here = self.own.int().argmax(1, keepdim=True)
+        there = (here + torch.tensor([-width, width, -1, 1], device=here.device)).clamp(0, height * width - 1)
+        nearer = (distance.gather(1, there) < distance.gather(1, here)) & self.seen["action_mask"][:, :4]
+        return torch.where(nearer.any(1), self.one_of(nearer), STAY)
+
+    def one_of(self, choices):
+        """One of the actions [B, A] that are true, at random."""
+        number = torch.rand(choices.shape, generator=self.generator, device=choices.device)
+        return (number * choices).argmax(1)
+
+    def hunt(self, stag):
+        """Goes for the nearest stag where `stag` [B] is true, else for the nearest hare, and leaves the rest alone."""
+        prey = torch.where(stag[:, None], self.stags, self.hares)
+        legal = self.seen["action_mask"]
+        on_it = torch.where(stag, legal[:, HUNT_STAG], legal[:, HUNT_HARE])
+        return torch.where(on_it, torch.where(stag, HUNT_STAG, HUNT_HARE), self.approach(prey))
+
+
+class Alternating(Odd):
+    """Stag in one episode, hare in the next."""
+
+    hunts = ()
+
+    def reset(self, which):
+        self.stag = which ^ getattr(self, "stag", torch.zeros_like(which))
+
+    def decide(self):
+        return self.hunt(self.stag)
+
+
+class Moody(Odd):
+    """Stag or hare, drawn anew for every episode."""
+
+    hunts = ()
+
+    def reset(self, which):
+        self.new = which | getattr(self, "new", which)
+        self.stag = getattr(self, "stag", which)
+
+    def decide(self):
+        drawn = torch.rand(self.new.shape, generator=self.generator, device=self.new.device) < 0.5
+        self.stag, self.new = torch.where(self.new, drawn, self.stag), torch.zeros_like(self.new)
+        return self.hunt(self.stag)
+
+
+class Reciprocal(Odd):
+    """Stag as long as in the episode before somebody came to the stag; else hare."""
+
+    hunts = ()
+
+    def decide(self):
+        step, trust = self.seen["step"], torch.ones_like(self.own[:, 0])
+        came = getattr(self, "came", trust)
+        self.trusts = torch.where(step == 0, came, getattr(self, "trusts", trust))
+        self.came = came & (step != 1) | (self.stags & self.anybody).any(1)
+        return self.hunt(self.trusts)
+
+
+class Joiner(Odd):
+    """Hare, until somebody else stands on the stag: then it comes to help."""
+
+    hunts = ()
+
+    def decide(self):
+        return self.hunt((self.stags & self.anybody).any(1))
+
+
+class Follower(Odd):
+    """Goes where the next player goes, and hunts with it."""
+
+    def decide(self):
+        return self.approach(self.others[..., 0])
+
+
+class Cautious(Odd):
+    """Waits on the stag, and does not hunt before somebody stands there, too."""
+
+    hunts = ()
+
+    def decide(self):
+        ready = (self.stags & self.own & self.anybody).any(1)
+        return torch.where(ready, HUNT_STAG, self.approach(self.stags))
+
+
+class Wanderer(Odd):
+    """Walks straight on, turns at the wall, and hunts what it steps on."""
+
+    def decide(self):
+        legal, last = self.seen["action_mask"][:, :4], self.seen["actions"][:, :1]
+        on = legal.gather(1, last.clamp(max=3).long())[:, 0] & (last[:, 0] < STAY)
+        return torch.where(on, last[:, 0].long(), self.one_of(legal))
+
+
+class Reader(Odd):
+    """The first hare, in the order in which one reads."""
+
+    hunts = ()
+
+    def decide(self):
+        first = self.hares & (self.hares.int().cumsum(1) == 1)
+        return torch.where((first & self.own).any(1), HUNT_HARE, self.approach(first))
+
+
+class Sleeper(Odd):
+    """Sleeps for half of the time, then goes for hares."""
+
+    hunts = ()
+
+    def decide(self):
+        asleep = self.seen["step"] < self.seen["steps_left"]
+        return torch.where(asleep, STAY, self.hunt(torch.zeros_like(asleep)))
+
+
+class Shy(Odd):
+    """Hares at which nobody stands."""
+
+    hunts = ()
+
+    def decide(self):
+        free = self.hares & ~self.anybody
+        return torch.where((free & self.own).any(1), HUNT_HARE, self.approach(free))
