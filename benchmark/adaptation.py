@@ -60,8 +60,8 @@ POOR = ("nh nh nh", "nh nh random", "random random random", "switch-ns-nh switch
 TRAINED = ("PPO PPO PPO", "HOP HOP HOP")  # in self-play, on the seeds that come next
 LINE_UPS = ("ns ns ns", "nh ns random", "ns ns random", "ns nh nh", "ns random random", "nsh nsh nsh",
             "noisy-ns noisy-ns noisy-ns", "noisy-nh noisy-nh noisy-nh", *POOR, *TRAINED)
-ODD = *(" ".join([kind] * 3) for kind in ("Alternating", "Moody", "Reciprocal", "Joiner", "Follower", "Cautious",
-                                          "Wanderer", "Reader", "Sleeper", "Shy")), "Joiner Moody Sleeper", "Follower ns Shy"
+ODD = (*(" ".join([kind] * 3) for kind in ("Alternating", "Moody", "Joiner", "Follower", "Cautious", "Wanderer", "Reader",
+                                           "Sleeper", "Shy")), "Reciprocal nh nh", "Joiner Moody Sleeper", "Follower ns Shy")
 SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(40, 50)}
 
 
