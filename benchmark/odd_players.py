@@ -39,12 +39,12 @@ class Odd:
         here = self.own.int().argmax(1, keepdim=True)
         there = (here + torch.tensor([-width, width, -1, 1], device=here.device)).clamp(0, height * width - 1)
         nearer = (distance.gather(1, there) < distance.gather(1, here)) & self.seen["action_mask"][:, :4]
-        return torch.where(nearer.any(1), self.one_of(nearer), STAY)
+        return self.one_of(nearer)
 
     def one_of(self, choices):
-        """One of the actions [B, A] that are true, at random."""
+        """One of the moves [B, 4] that are true, at random; where none is, stay."""
         number = torch.rand(choices.shape, generator=self.generator, device=choices.device)
-        return (number * choices).argmax(1)
+        return torch.where(choices.any(1), (number * choices).argmax(1), STAY)
 
     def hunt(self, stag):
         """Goes for the nearest stag where `stag` [B] is true, else for the nearest hare, and leaves the rest alone."""

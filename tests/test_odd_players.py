@@ -1,0 +1,87 @@
+"""benchmark/odd_players.py: each of them does what it says, and nothing illegal."""
+
+import os
+import sys
+
+import pytest
+import torch
+
+import hopplus_selfplay as script
+
+FOLDER = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "benchmark")
+sys.path.insert(0, FOLDER)
+import adaptation  # noqa: E402
+import odd_players  # noqa: E402
+
+KINDS = sorted(kind.__name__ for kind in odd_players.Odd.__subclasses__())
+STAG, HARE = odd_players.HUNT_STAG, odd_players.HUNT_HARE
+
+
+def play(names, steps=72, num_envs=32, **board):
+    """-> for each step the observation of the last seat, its actions, and where an episode is over [B]"""
+    game = script.BatchedStagHunt(num_envs, num_players=4, seed=1, **board)
+    players = script.Lineup([f"{FOLDER}/odd_players.py:{name}" if name in KINDS else name for name in names], game, 1)
+    told = []
+    for _ in range(steps):
+        seen, actions = game.observe(), players.act(game)
+        out = game.advance(actions)
+        told.append(({key: part[:, 3] if part.dim() > 1 else part for key, part in seen.items()}, actions[:, 3],
+                     out["over"]))
+        game.reset(out["over"])
+        players.reset(out["over"])
+    return told
+
+
+def test_every_one_of_them_is_met():
+    met = {name for others in adaptation.ODD for name in others.split() if name.istitle()}
+    assert met == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("board", [{}, {"height": 8, "width": 8, "hares": 2}])
+def test_it_plays_legal_actions_and_hunts(kind, board):
+    told = play(["random", "random", "random", kind], **board)
+    assert all(seen["action_mask"].gather(1, action[:, None]).all() for seen, action, _ in told)
+    hunted = torch.stack([action >= STAG for _, action, _ in told])
+    assert hunted.any() and not hunted.all()
+
+
+def stands_with_somebody(seen):
+    planes = seen["observation"].bool().flatten(1, 2)
+    return (planes[..., 0] & planes[..., 1:4].any(-1)).any(1)
+
+
+def test_the_cautious_one_hunts_no_stag_alone_and_no_hare_ever():
+    for seen, action, _ in play(["ns", "random", "random", "Cautious"]):
+        assert not (action == HARE).any() and stands_with_somebody(seen)[action == STAG].all()
+
+
+def test_the_sleeper_sleeps_for_half_of_the_time():
+    for seen, action, _ in play(["random", "random", "random", "Sleeper"]):
+        assert (action[seen["step"] < seen["steps_left"]] == script.STAY).all()
+
+
+def test_the_joiner_hunts_stags_only_with_others_there():
+    told = play(["ns", "random", "random", "Joiner"])
+    assert any((action == STAG).any() for _, action, _ in told)
+    assert all(stands_with_somebody(seen)[action == STAG].all() for seen, action, _ in told)
+
+
+@pytest.mark.parametrize("kind", ["Alternating", "Moody"])
+def test_who_changes_by_episode_keeps_to_one_prey_in_each(kind):
+    told = play(["random", "random", "random", kind], steps=300, num_envs=8)
+    seen_both = torch.zeros(8, 2, dtype=torch.bool)
+    now = torch.zeros(8, 2, dtype=torch.bool)
+    for _, action, over in told:
+        now |= torch.stack([action == STAG, action == HARE], 1)
+        assert not now.all(1).any()
+        seen_both |= now
+        now &= ~over[:, None]
+    assert seen_both.all(1).any()
+
+
+def test_who_returns_trust_hunts_stag_after_an_episode_with_company_at_the_stag():
+    trusted = play(["ns", "ns", "ns", "Reciprocal"])
+    alone = play(["nh", "nh", "nh", "Reciprocal"])
+    assert not any((action == HARE).any() for _, action, _ in trusted[36:])
+    assert sum((action == HARE).sum() for _, action, _ in alone) > 20
