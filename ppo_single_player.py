@@ -195,7 +195,12 @@ class Processes:
         if cls.size == 1:
             return parts
         flat = torch.cat([part.detach().float().flatten() for part in parts])
-        cls.call(torch.distributed.all_reduce, flat)
+        if cls.size == 2:  # they tell one another all: no more bytes than round a ring, in one round of two
+            both = [torch.empty_like(flat) for _ in range(2)]
+            cls.call(torch.distributed.all_gather, both, flat)
+            flat = both[0] + both[1]
+        else:
+            cls.call(torch.distributed.all_reduce, flat)
         means = flat.div_(cls.size).split([part.numel() for part in parts])
         return [mean.view_as(part) for mean, part in zip(means, parts)]
 

@@ -32,14 +32,14 @@ class Odd:
     def approach(self, target):
         """A move that shortens the way to the nearest cell of target [B, cells]; on it, or where there is none, stay."""
         height, width = self.seen["observation"].shape[1:3]
-        cells = torch.arange(height * width, device=target.device)
-        row, column = cells // width, cells % width
-        apart = (row[:, None] - row).abs() + (column[:, None] - column).abs()
-        distance = torch.where(target[:, None], apart, 1000).amin(-1)  # from each cell [B, cells]
-        here = self.own.int().argmax(1, keepdim=True)
-        there = (here + torch.tensor([-width, width, -1, 1], device=here.device)).clamp(0, height * width - 1)
-        nearer = (distance.gather(1, there) < distance.gather(1, here)) & self.seen["action_mask"][:, :4]
-        return self.one_of(nearer)
+        cell = torch.arange(height * width, device=target.device)
+        row, column = (torch.where(target, part, 1000)[:, None] for part in (cell // width, cell % width))
+        here = self.own.int().argmax(1, keepdim=True)  # below: up, down, left, right of it, and itself [B, 5, cells]
+        up, left = (torch.tensor(step, device=cell.device)[:, None] for step in ([-1, 1, 0, 0, 0], [0, 0, -1, 1, 0]))
+        way = ((here // width)[..., None] + up - row).abs() + ((here % width)[..., None] + left - column).abs()
+        way = way.amin(-1)
+        nearer = (way[:, :4] < way[:, 4:]) & target.any(1, keepdim=True)
+        return self.one_of(nearer & self.seen["action_mask"][:, :4])
 
     def one_of(self, choices):
         """One of the moves [B, 4] that are true, at random; where none is, stay."""
