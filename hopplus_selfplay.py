@@ -1726,7 +1726,7 @@ class Replay(Saved):
     real      dict of [.., T, stretch], the newest last: STATE and actions of all players; of each pair
               [P, ..] seen, weight (whether it is learned from), and goal_step, the step whose view holds the
               goal in hindsight; memory [P, 2 H, stretch], as it was before the stretch
-    recorded  the same of the record, without memories
+    recorded  the same of the record
     record    the whole games of the warm-up, dict of [.., T, B]
     """
 
@@ -1737,14 +1737,15 @@ class Replay(Saved):
 
     @functools.cached_property
     def recorded(self):
-        """The record cut into stretches, without memories."""
+        """The record cut into stretches. It is what an onlooker saw, who has known nobody before."""
         record, steps, pairs = self.record, self.args.num_steps, self.table.pairs
         most = record["over"].shape[0] // steps * steps
         cut = lambda part: part[..., :most, :].unflatten(-2, (-1, steps)).transpose(-3, -2).flatten(-2)
         columns = {name: cut(record[name]) for name in STATE + ("actions",)}
         seen = cut(record["present"])[pairs]
         goal_step = last_steps(cut(record["ends"])[pairs], self.args.horizon)
-        return columns | {"seen": seen, "weight": seen, "goal_step": goal_step}
+        memory = self.table.networks.others.start(seen.shape[-1]).detach().transpose(1, 2)
+        return columns | {"seen": seen, "weight": seen, "goal_step": goal_step, "memory": memory}
 
     def add(self, real):
         """Takes in the stretches that were just played [.., T, B], drops the oldest that are too many, and
@@ -1774,10 +1775,8 @@ class Replay(Saved):
         if self.record is not None:
             where = torch.randint(self.recorded["clock"].shape[-1], (kept,), generator=generator,
                                   device=pairs.device)
-            record = {name: part[..., where] for name, part in self.recorded.items()}
-            nobody = self.table.networks.others.start(kept)  # an onlooker's, who has known nobody before
-            record["memory"] = nobody.detach().transpose(1, 2)
-            drawn = {name: torch.cat([part, record[name]], -1) for name, part in drawn.items()}
+            drawn = {name: torch.cat([part, self.recorded[name][..., where]], -1)
+                     for name, part in drawn.items()}
         x = look_back(self.table.views, drawn)  # [N, T, B, K]
         lesson = {"x": x[pairs], "action": drawn["actions"][pairs].long(), "seen": drawn["seen"],
                   "weight": drawn["weight"], "memory": drawn["memory"].transpose(1, 2)}
@@ -2854,11 +2853,14 @@ class CompanyModel(OtherModel):
     plays alike also changes together; where a table ceases to be alike, each is taken to play as its own past
     says, which is nearly Bayes' rule. (A hypothesis is taken for the same way to play in all models of a
     reader, which begin as copies.)
+
+    The prior stays as the warm-up leaves it: self-play, among one's like, does not tell who may come.
     """
 
     def __init__(self, together, *sizes, silent):
         super().__init__(*sizes, silent=silent)
         self.together = together
+        self.prior.requires_grad_(False)
 
     def start(self, num):
         prior = super().start(num)

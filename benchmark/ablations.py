@@ -45,7 +45,7 @@ EDITS = {  # text of the script, and what stands in its place
     "scarce-no-slips": ("SLIP = 0.02", "SLIP = 0.0"),
     "scarce-no-change": ("CHANGE = 2e-3", "CHANGE = 1e-5"),
     "scarce-never-alike": ("apart * (1 - alike.sum(-1, keepdim=True)) + alike", "apart"),
-    "scarce-prior-stays": ("self.together = together", "self.together, self.prior.requires_grad = together, False"),
+    "scarce-prior-learns-on": ("prior.requires_grad_(False)", "prior.requires_grad_(True)"),
     "scarce-none-like-nobody": ("NOBODY = 0.2", "NOBODY = 0.0"),
     "scarce-no-record-in-lessons": ("STRETCHES, RECORDED = 64, 12", "STRETCHES, RECORDED = 76, 0"),
     "scarce-late-as-likely": ("device=pairs.device).square()", "device=pairs.device)"),
