@@ -106,7 +106,7 @@ class Table:
         if os.path.isfile(stored):
             with open(stored, encoding="utf-8") as file:
                 self.references = json.load(file)
-        self.settled = ("random", *RULES) if args.quick else ()  # stored, of more meetings than --quick has
+        self.settled = ("random", *RULES) if args.quick and not args.odd else ()  # stored, of more meetings than --quick has
 
     def add(self, board, agent, seed, others, episodes):
         """Takes in a player's returns; who earns more than anybody before is the new 1."""
