@@ -219,6 +219,27 @@ def test_an_update_of_two_processes_is_that_of_one_with_all_data(tmp_path, case,
     assert not differences(*(mine for mine, _ in results))
 
 
+@pytest.mark.parametrize("size", [2, 3])  # two tell one another all, more go round a ring
+def test_means_are_those_of_all_processes(tmp_path, size):
+    def work(rank):
+        with ppo.Processes.together():
+            agent = torch.nn.Linear(3, 2)
+            parts = torch.full((2, 3), float(rank)), torch.tensor(rank + 0.5)
+            for parameter in agent.parameters():
+                parameter.grad = torch.full_like(parameter, 10.0 * rank)
+            (told,) = ppo.Processes.mean_gradients(agent, torch.tensor([rank**2]))
+            grads = [parameter.grad.flatten().tolist() for parameter in agent.parameters()]
+            return [part.tolist() for part in ppo.Processes.mean(*parts)], told.item(), sum(grads, [])
+
+    codes, words, results = together(tmp_path, work, size)
+    middle = (size - 1) / 2
+    squares = sum(rank**2 for rank in range(size)) / size
+    assert codes == [0] * size, words
+    for parts, told, grads in results:
+        assert parts == [[[middle] * 3] * 2, middle + 0.5]
+        assert told == pytest.approx(squares) and grads == [10 * middle] * 8
+
+
 # ------------------------------------------------------------------------------------ whole runs
 
 
