@@ -106,7 +106,8 @@ class Table:
         if os.path.isfile(stored):
             with open(stored, encoding="utf-8") as file:
                 self.references = json.load(file)
-        self.settled = ("random", *RULES) if args.quick and not args.odd else ()  # stored, of more meetings than --quick has
+        stored_rules = args.quick and not args.odd  # they are of more meetings than --quick has
+        self.settled = ("random", *RULES) if stored_rules else ()
 
     def add(self, board, agent, seed, others, episodes):
         """Takes in a player's returns; who earns more than anybody before is the new 1."""
@@ -157,9 +158,10 @@ def interval(scores, mean, draws=2000):
 
 
 def play_rules(args, board, seed=77):
-    """The mean return by episode of each rule in each line-up of rules, over all seats, as --mode adapt measures it.
+    """The mean return by episode of each rule in each line-up without trained players, as --mode adapt measures it.
 
-    All play side by side, in one batch of games. -> {others: {rule: returns by episode}}, kept in a file of the board
+    Rules play side by side, in one batch of games, in each seat; among players from a file one line-up comes after
+    the other. -> {others: {rule: returns by episode}}, kept in a file of the board
     """
     path = os.path.join(args.folder, named(args, f"{board}-rules.json"))
     if os.path.isfile(path):
@@ -174,7 +176,7 @@ def play_rules(args, board, seed=77):
     rules, met = ("random", *RULES), [others for others in met_by(args) if others not in TRAINED]
     new_game = lambda games: script.BatchedStagHunt(games, num_players=4, seed=seed, **fields)
     answer = {others: {} for others in met}
-    if args.odd:  # one line-up after the other, the rule in the first seat
+    if args.odd:  # the rule in the first seat
         seat = torch.zeros(16 * args.meetings, dtype=torch.int64)
         for others, rule in itertools.product(met, rules):
             game, names = new_game(len(seat)), [rule, *companions(args, board, others, seed)[0].split()]
@@ -365,7 +367,8 @@ def draw(table, board, path):
 
 
 def main(args):
-    if any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS) or not check_workers(args.workers):
+    if (any_unknown(args.only, AGENTS) or any_unknown(args.boards, BOARDS, "--boards")
+            or not check_workers(args.workers)):
         return 2
     args = dataclasses.replace(args, seeds=args.seeds or ((1,) if args.quick else (1, 2, 3)))
     if args.quick:

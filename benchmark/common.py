@@ -11,11 +11,11 @@ sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), ".."
 from envs.command import run_command  # noqa: E402, F401
 
 
-def any_unknown(names, runs):
-    """Says which of the names stand for no run. -> whether there are any"""
+def any_unknown(names, runs, flag="--only"):
+    """Says which of the names given by a flag stand for nothing. -> whether there are any"""
     unknown = sorted(set(names) - set(runs))
     if unknown:
-        print(f"error: --only {' '.join(unknown)}: there are {', '.join(runs)}", file=sys.stderr)
+        print(f"error: {flag} {' '.join(unknown)}: there are {', '.join(runs)}", file=sys.stderr)
     return bool(unknown)
 
 

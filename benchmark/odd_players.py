@@ -15,7 +15,7 @@ STAY, HUNT_STAG, HUNT_HARE = 4, 5, 6
 class Odd:
     """What they have in common: act(observation, generator) looks, and asks `decide` where to go."""
 
-    hunts = HUNT_STAG, HUNT_HARE  # what it hunts when it stands on it
+    hunts = ()  # what it hunts whenever it stands on it
 
     def act(self, observation, generator):
         self.seen, self.generator = observation, generator
@@ -46,18 +46,18 @@ class Odd:
         number = torch.rand(choices.shape, generator=self.generator, device=choices.device)
         return torch.where(choices.any(1), (number * choices).argmax(1), STAY)
 
+    def go(self, prey, hunt):
+        """Goes to the nearest of the cells `prey` [B, cells], and does `hunt` there."""
+        return torch.where((prey & self.own).any(1), hunt, self.approach(prey))
+
     def hunt(self, stag):
         """Goes for the nearest stag where `stag` [B] is true, else for the nearest hare, and leaves the rest alone."""
         prey = torch.where(stag[:, None], self.stags, self.hares)
-        legal = self.seen["action_mask"]
-        on_it = torch.where(stag, legal[:, HUNT_STAG], legal[:, HUNT_HARE])
-        return torch.where(on_it, torch.where(stag, HUNT_STAG, HUNT_HARE), self.approach(prey))
+        return self.go(prey, torch.where(stag, HUNT_STAG, HUNT_HARE))
 
 
 class Alternating(Odd):
     """Stag in one episode, hare in the next."""
-
-    hunts = ()
 
     def reset(self, which):
         self.stag = which ^ getattr(self, "stag", torch.zeros_like(which))
@@ -68,8 +68,6 @@ class Alternating(Odd):
 
 class Moody(Odd):
     """Stag or hare, drawn anew for every episode."""
-
-    hunts = ()
 
     def reset(self, which):
         self.new = which | getattr(self, "new", which)
@@ -84,8 +82,6 @@ class Moody(Odd):
 class Reciprocal(Odd):
     """Stag as long as in the episode before somebody came to the stag; else hare."""
 
-    hunts = ()
-
     def decide(self):
         step, trust = self.seen["step"], torch.ones_like(self.own[:, 0])
         came = getattr(self, "came", trust)
@@ -97,14 +93,14 @@ class Reciprocal(Odd):
 class Joiner(Odd):
     """Hare, until somebody else stands on the stag: then it comes to help."""
 
-    hunts = ()
-
     def decide(self):
         return self.hunt((self.stags & self.anybody).any(1))
 
 
 class Follower(Odd):
     """Goes where the next player goes, and hunts with it."""
+
+    hunts = HUNT_STAG, HUNT_HARE
 
     def decide(self):
         return self.approach(self.others[..., 0])
@@ -113,8 +109,6 @@ class Follower(Odd):
 class Cautious(Odd):
     """Waits on the stag, and does not hunt before somebody stands there, too."""
 
-    hunts = ()
-
     def decide(self):
         ready = (self.stags & self.own & self.anybody).any(1)
         return torch.where(ready, HUNT_STAG, self.approach(self.stags))
@@ -122,6 +116,8 @@ class Cautious(Odd):
 
 class Wanderer(Odd):
     """Walks straight on, turns at the wall, and hunts what it steps on."""
+
+    hunts = HUNT_STAG, HUNT_HARE
 
     def decide(self):
         legal, last = self.seen["action_mask"][:, :4], self.seen["actions"][:, :1]
@@ -132,17 +128,13 @@ class Wanderer(Odd):
 class Reader(Odd):
     """The first hare, in the order in which one reads."""
 
-    hunts = ()
-
     def decide(self):
         first = self.hares & (self.hares.int().cumsum(1) == 1)
-        return torch.where((first & self.own).any(1), HUNT_HARE, self.approach(first))
+        return self.go(first, HUNT_HARE)
 
 
 class Sleeper(Odd):
     """Sleeps for half of the time, then goes for hares."""
-
-    hunts = ()
 
     def decide(self):
         asleep = self.seen["step"] < self.seen["steps_left"]
@@ -152,8 +144,5 @@ class Sleeper(Odd):
 class Shy(Odd):
     """Hares at which nobody stands."""
 
-    hunts = ()
-
     def decide(self):
-        free = self.hares & ~self.anybody
-        return torch.where((free & self.own).any(1), HUNT_HARE, self.approach(free))
+        return self.go(self.hares & ~self.anybody, HUNT_HARE)

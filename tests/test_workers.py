@@ -136,3 +136,9 @@ def test_an_ablation_without_a_flag_is_a_copy_of_the_script_that_differs_in_one_
 def test_a_number_of_workers_that_cannot_be_is_refused(program, capsys):
     assert program.main(program.Args(workers=0)) == 2
     assert capsys.readouterr().err == "error: --workers 0 must lie between 1 and 256\n"
+
+
+@pytest.mark.parametrize("flag, known", [("only", "hop"), ("boards", "open")])
+def test_a_name_that_stands_for_nothing_is_told_with_its_flag(flag, known, capsys):
+    assert adaptation.main(adaptation.Args(**{flag: (known, "scarse")})) == 2
+    assert capsys.readouterr().err.startswith(f"error: --{flag} scarse: there are ")
