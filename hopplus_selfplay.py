@@ -30,7 +30,7 @@ The run prints one moving line, then tables of returns with and without search, 
 
 Letters in shapes:
     N  players                    B  games           K  facts of a view
-    L  HOP+ players (learners)    T  steps           H  hypotheses
+    L  HOP+ players (learners)    T  steps           W  ways to play; H = 2 W hypotheses
     P  = L * (N-1) pairs          M  any rows        G  numbers in a goal
 Pair l * (N-1) + k - 1 is what player l makes of the k-th player after it.
 
@@ -1237,9 +1237,9 @@ MEETING = 10  # episodes that an imagined meeting lasts on average, and updates 
 class Table(Saved):
     """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
 
-    The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, ways to play that it has
-    learned, is for a player, and for all at the table together (`CompanyModel`), by all that was seen, slowly
-    forgetting; it goes on from episode to episode. A belief is read from it and from the player's present
+    The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, ways to play with a steady or
+    a trembling hand, is for a player, and for all at the table together (`CompanyModel`), by all that was
+    seen, slowly forgetting; it goes on from episode to episode. A belief is read from it and from the present
     view: mean and log-variance of that player's goal. A player that has left sees nothing until the next
     episode, and of a player that has left nothing is seen.
     """
@@ -1412,7 +1412,7 @@ def play_steps(table, returns, num_steps, search):
 class Searcher:
     """What a search asks of the networks, for L players and M states each: [L * M] in a row.
 
-    Goals stay the same in a search: the policy is told of the others' goals [L, M, (N-1) * G] as in a real
+    Goals stay the same in a search: the policy is told of the others [L, M, (N-1) * (G+1)] as in a real
     game, and each model of others goes by one draw of a goal [P, M, G]. So what they add to the first layers'
     outputs is computed once, and so are the tables of these layers.
     """
@@ -1605,30 +1605,31 @@ class Imagination(Saved):
     """Games that go on in the players' heads, from positions of the warm-up's record: each plays its own
     policy, and the warm-up's model of others moves its partners.
 
-    A partner is a type, weights of hypotheses [H] (`cast`): what the warm-up's inference knew of a player at
-    the end of a recorded meeting. Type and present view give its goal, the goal its action. Some are like
-    nobody on record, so that beliefs which fit nobody are met, too. A partner stays from episode to episode,
-    MEETING on average, and the player's belief about it follows what it does, as in real games.
+    A partner is a type, weights of ways to play [W] (`cast`): what the warm-up's inference knew of a player
+    at the end of a recorded meeting. Type and present view give its goal, the goal its action; but its hand
+    may slip. Some tremble, and some are like nobody on record, so that beliefs which fit nobody are met, too.
+    A partner stays from episode to episode, MEETING on average, and the player's belief about it follows what
+    it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
-    NOBODY = 0.2  # share of the partners that are like nobody on record: each legal action is as likely
+    NOBODY = 0.1  # share of the partners that are like nobody on record: each legal action is as likely
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
-    saved = ("state", "memory", "types", "generator")
+    saved = ("state", "memory", "types", "slips", "generator")
 
     def __init__(self, args, table, replay):
         self.table, self.replay = table, replay
         hops = len(table.hop_seats)
         self.shape = hops, imagined_games(args, hops)  # players, games of each
         self.generator = seeded(Processes.seed(args.seed), "imagination", args.device)
-        self.state = self.memory = self.types = None
+        self.state = self.memory = self.types = self.slips = None
 
     @functools.cached_property
     @torch.no_grad()
     def cast(self):
-        """What the warm-up's inference knows of each player at the end of each recorded meeting [N, B, H]."""
+        """What the warm-up's inference knows of each player at the end of each recorded meeting [N, B, W]."""
         known, record, answer = self.table.networks.known, self.replay.record, []
         row = lambda part: part.transpose(0, 1).flatten(1, 2)[None]  # players side by side: [1, T, N * B, ..]
         for first in range(0, record["over"].shape[-1], 32):
@@ -1637,7 +1638,7 @@ class Imagination(Saved):
             seen, memory = row(part["present"]), known.start(x.shape[2])
             for t in range(x.shape[1]):
                 memory = known.remember(memory, known.look(x[:, t])[2], action[:, t], seen[:, t])
-            answer.append(memory[0].unflatten(0, (len(part["cell"]), -1)))
+            answer.append(known.weights(memory)[0][0].unflatten(0, (len(part["cell"]), -1)))
         return torch.cat(answer, 1)
 
     def draw_starts(self, num_steps):
@@ -1653,13 +1654,15 @@ class Imagination(Saved):
         return {name: rows(part) for name, part in state.items()}
 
     def draw_types(self):
-        """Partners for every game, should a meeting begin: [P, games, H]; 0 for those like nobody."""
+        """Partners for every game, should a meeting begin: their types [P, games, W], and how often the hand
+        of each slips [P, games, 1], of trembling ones now and then, of those like nobody always."""
         cast = self.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
         others = len(cast) // self.shape[0]
         number[:, ::2] = self.table.for_pairs(number[::others, ::2])  # in every other game for all partners
-        return take(cast, self.table.for_pairs(meeting)) * (number >= self.NOBODY)[..., None]
+        slips = (number - (1 - TREMBLING - self.NOBODY)) / TREMBLING
+        return take(cast, self.table.for_pairs(meeting)), slips.clamp(0, 1)[..., None]
 
     @torch.no_grad()
     def play(self, num_steps):
@@ -1668,7 +1671,7 @@ class Imagination(Saved):
         starts, nobody = self.draw_starts(num_steps), others.start(self.shape[1])
         start = lambda t: {name: part[..., t, :] for name, part in starts.items()}
         if self.state is None:
-            self.state, self.types, self.memory = start(0), self.draw_types(), nobody
+            self.state, self.memory, (self.types, self.slips) = start(0), nobody, self.draw_types()
         for t in range(num_steps):
             seen = self.think()
             policy = seen["policy"].exp()
@@ -1701,8 +1704,7 @@ class Imagination(Saved):
         goal, _ = known.read(row(self.types), hidden)
         mask = views.mask(partners)
         moved = known.act(first + goal @ known.goal, row(mask)).view(mask.shape).exp()
-        like_nobody = self.types.sum(-1, keepdim=True) == 0
-        moved = torch.where(like_nobody, mask / mask.sum(-1, keepdim=True), moved)
+        moved = torch.lerp(moved, mask / mask.sum(-1, keepdim=True), self.slips)
         return {"x": x[0], **networks(x[0], partners, self.memory), "moved": moved}
 
     def begin_again(self, over, state, nobody):
@@ -1711,7 +1713,8 @@ class Imagination(Saved):
         new = over & (torch.rand(self.shape, generator=self.generator, device=over.device) < 1 / MEETING)
         new = self.table.for_pairs(new)[..., None]  # [P, games, 1]
         self.memory = torch.where(new, nobody, self.memory)
-        self.types = torch.where(new, self.draw_types(), self.types)
+        types, slips = self.draw_types()
+        self.types, self.slips = torch.where(new, types, self.types), torch.where(new, slips, self.slips)
 
 
 # ==================================================================================== learning
@@ -1838,9 +1841,10 @@ def infer_goals(model, lesson):
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                    lesson["action"], lesson["seen"])
     memory = torch.stack(memories[:-1], 1)
-    alone = memory[..., :taken.shape[-1]]  # what each player is by itself [P, T, B, H]
+    alone = sum(memory.split(taken.shape[-1], -1)[:2])  # each player by itself, either hand [P, T, B, W]
     likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
-    return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
+    weights, _ = model.weights(memory.flatten(1, 2))
+    return first, *model.read(weights, hidden), likely.flatten(1)
 
 
 def others_loss(model, lesson, generator):
@@ -2763,19 +2767,21 @@ class GoalPrior(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
+TREMBLING = 0.1  # the share of the players whose hand slips often
+SLIPS = 0.1, 0.5  # how often a hand slips, to any legal action: that of the others, and theirs
 
 
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
-    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
+    probabilities for every view, with a steady hand or a trembling one, which slips more often (SLIPS). The
+    memory [P, B, H] holds the weights, of all steady ones first. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
-    present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
+    ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
+    (mean 0, log-variance -inf).
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -2793,7 +2799,12 @@ class OtherModel(nn.Module):
 
     def start(self, num):
         """The memory of `num` players that were never seen: [P, num, H]."""
-        return self.prior.softmax(-1).expand(-1, num, -1)
+        return self.before().expand(-1, num, -1)
+
+    def before(self):
+        """How likely each hypothesis is before anything was seen: [P, 1, H]."""
+        prior = self.prior.softmax(-1)
+        return torch.cat([(1 - TREMBLING) * prior, TREMBLING * prior], -1)
 
     def see(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
@@ -2801,8 +2812,8 @@ class OtherModel(nn.Module):
         return first, F.relu(self.glance(F.relu(first)))
 
     def look(self, x):
-        """What `see` gives, and the log-probabilities of the actions by hypothesis [7, P, M, H] (actions
-        first: twice as fast)."""
+        """What `see` gives, and the log-probabilities of the actions by way to play [7, P, M, W]
+        (actions first: twice as fast)."""
         first, hidden = self.see(x)
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
@@ -2815,24 +2826,31 @@ class OtherModel(nn.Module):
         return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
     def follow(self, memory, table, action, seen):
-        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, H] of
+        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, W] of
         `look`. -> the memory before each step and after all [T + 1 of P, B, H], and the log-probabilities of
-        the actions by hypothesis [P, T, B, H]"""
+        the actions by way to play [P, T, B, W]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken.exp() + SLIP, 1.0)
-        memories, prior = [memory], self.prior.softmax(-1)
+        any_legal = 1 / (table[..., :1] > -1e7).sum(0)
+        likely = torch.cat([torch.lerp(taken.exp(), any_legal, slip) for slip in SLIPS], -1)
+        likely, memories, prior = torch.where(seen, likely, 1.0), [memory], self.before()
         for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
             memories.append(self.weigh(memories[-1], prior, *step))
         return memories, taken
 
     def remember(self, memory, table, action, seen):
-        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, H] is of `look`."""
+        """The memory [P, B, H] after an action [P, B], if it was seen; table [7, P, B, W] is of `look`."""
         return self.follow(memory, table.unsqueeze(2), action[:, None], seen[:, None])[0][1]
 
-    def read(self, memory, hidden):
-        """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
+    def weights(self, memory):
+        """What a memory says: how likely each way to play is [.., W], how likely a trembling hand [.., 1]."""
+        steady, trembling = memory.chunk(2, -1)
+        return steady + trembling, trembling.sum(-1, keepdim=True)
+
+    def read(self, weights, hidden):
+        """Weights of the ways [P, M, W], hidden units of the present view -> mean, log-variance of the goal
+        [P, M, G]."""
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
@@ -2880,25 +2898,22 @@ class CompanyModel(OtherModel):
         apart = super().weigh(apart, prior, likely, change)
         return torch.cat([apart, alike], -1).flatten(0, 1)
 
-    def read(self, memory, hidden):
-        return super().read(self.weights(memory), hidden)
-
     def weights(self, memory):
-        """How likely each hypothesis is for each player, by all that was seen at its table: [.., H]."""
+        """The same for each player by all that was seen at its table."""
         apart, alike = memory.chunk(2, -1)
-        return apart * (1 - alike.sum(-1, keepdim=True)) + alike
+        return super().weights(apart * (1 - alike.sum(-1, keepdim=True)) + alike)
 
 
 class Policy(Agent):
-    """An Agent that is told the others' goals beside its view."""
+    """An Agent that is told of the others beside its view: each one's goal, and how likely it trembles."""
 
-    def __init__(self, num_learners, views, hidden_size, num_goals, seed):
+    def __init__(self, num_learners, views, hidden_size, num_told, seed):
         super().__init__(num_learners, views, hidden_size, seed)
-        self.goals = orthogonal(num_learners, num_goals, hidden_size, 0.5, seed)
+        self.goals = orthogonal(num_learners, num_told, hidden_size, 0.5, seed)
 
     def forward(self, x, told):
-        """Views [L, M, K], goals [L, M, (N-1) * G] -> log-probabilities of the actions [L, M, 7], values
-        [L, M]."""
+        """Views [L, M, K], what is told of the others [L, M, D] -> log-probabilities of the actions
+        [L, M, 7], values [L, M]."""
         return self.decide(self.view(x) + told @ self.goals, self.views.mask(x))
 
 
@@ -2909,7 +2924,7 @@ class Networks(nn.Module):
     def __init__(self, args, views, num_hops):
         super().__init__()
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
-        self.policy = Policy(num_hops, views, size, others * dim, args.seed)
+        self.policy = Policy(num_hops, views, size, others * (dim + 1), args.seed)
         self.others = CompanyModel(others, num_hops * others, views, size, dim, args.hypotheses,
                                    args.seed + 1, silent=args.goals == "zero")
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
@@ -2919,12 +2934,14 @@ class Networks(nn.Module):
         """What players make of their own views [L, M, K], those of the others [P, M, K] and what they
         remember of these [P, M, 2 H]: a dict of what is listed at the end."""
         _, hidden, table = self.others.look(others)
-        mean, logvar = self.others.read(memory, hidden)
-        told = mean.unflatten(0, (len(own), -1)).transpose(1, 2).flatten(2)
+        weights, trembling = self.others.weights(memory)
+        mean, logvar = self.others.read(weights, hidden)
+        told = torch.cat([mean, trembling * (not self.others.silent)], -1)
+        told = told.unflatten(0, (len(own), -1)).transpose(1, 2).flatten(2)
         policy, value = self.policy(own, told)
         return {"mean": mean, "logvar": logvar,  # the others' goals [P, M, G]
-                "table": table,  # [7, P, M, H]
-                "told": told,  # of these goals to the policies, the same for a whole search [L, M, (N-1) * G]
+                "table": table,  # [7, P, M, W]
+                "told": told,  # to the policies, the same for a whole search [L, M, (N-1) * (G+1)]
                 "policy": policy, "value": value}  # log-probabilities [L, M, 7], and [L, M]
 
 

@@ -37,7 +37,7 @@ The file from top to bottom:
 Letters in shapes:
     N players    E episodes      S players' games, one for each seat and episode    M samples, or any rows
     C cells      T steps         B games of a lesson, side by side                  J kinds of players
-    K facts      H hypotheses    G numbers in a goal                                L = P = 1 model
+    K facts      W ways to play  G numbers in a goal                                L = P = 1 model
 A sample is one player's view and action in a step in which it is on the board.
 """
 
@@ -828,9 +828,10 @@ def infer_goals(model, lesson):
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                    lesson["action"], lesson["seen"])
     memory = torch.stack(memories[:-1], 1)
-    alone = memory[..., :taken.shape[-1]]  # what each player is by itself [P, T, B, H]
+    alone = sum(memory.split(taken.shape[-1], -1)[:2])  # each player by itself, either hand [P, T, B, W]
     likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
-    return first, *model.read(memory.flatten(1, 2), hidden), likely.flatten(1)
+    weights, _ = model.weights(memory.flatten(1, 2))
+    return first, *model.read(weights, hidden), likely.flatten(1)
 
 
 def others_loss(model, lesson, generator):
@@ -1468,19 +1469,21 @@ class GoalDecoder(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-SLIP = 0.02  # hands slip: every hypothesis allows for every action with this chance more
+TREMBLING = 0.1  # the share of the players whose hand slips often
+SLIPS = 0.1, 0.5  # how often a hand slips, to any legal action: that of the others, and theirs
 
 
 class OtherModel(nn.Module):
     """Models of other players, P side by side: what a player is after, from what it was seen to do (a CVAE's
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
-    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here: action
-    probabilities for every view. The memory [P, B, H] holds their weights. After each action seen they become
+    The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
+    probabilities for every view, with a steady hand or a trembling one, which slips more often (SLIPS). The
+    memory [P, B, H] holds the weights, of all steady ones first. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever; and p is taken SLIP larger, for one slip tells little. A goal is read from the weights and the
-    present view. With `silent` all goals are 0 (mean 0, log-variance -inf).
+    ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
+    (mean 0, log-variance -inf).
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -1498,7 +1501,12 @@ class OtherModel(nn.Module):
 
     def start(self, num):
         """The memory of `num` players that were never seen: [P, num, H]."""
-        return self.prior.softmax(-1).expand(-1, num, -1)
+        return self.before().expand(-1, num, -1)
+
+    def before(self):
+        """How likely each hypothesis is before anything was seen: [P, 1, H]."""
+        prior = self.prior.softmax(-1)
+        return torch.cat([(1 - TREMBLING) * prior, TREMBLING * prior], -1)
 
     def see(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
@@ -1506,8 +1514,8 @@ class OtherModel(nn.Module):
         return first, F.relu(self.glance(F.relu(first)))
 
     def look(self, x):
-        """What `see` gives, and the log-probabilities of the actions by hypothesis [7, P, M, H] (actions
-        first: twice as fast)."""
+        """What `see` gives, and the log-probabilities of the actions by way to play [7, P, M, W]
+        (actions first: twice as fast)."""
         first, hidden = self.see(x)
         logits = self.likelihood(hidden).unflatten(-1, (NUM_ACTIONS, -1)).movedim(-2, 0)
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
@@ -1520,20 +1528,27 @@ class OtherModel(nn.Module):
         return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
 
     def follow(self, memory, table, action, seen):
-        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, H] of
+        """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, W] of
         `look`. -> the memory before each step and after all [T + 1 of P, B, H], and the log-probabilities of
-        the actions by hypothesis [P, T, B, H]"""
+        the actions by way to play [P, T, B, W]"""
         taken = table.gather(0, action[None, ..., None].expand(1, *table.shape[1:]))[0]
         seen = seen[..., None]  # what is not seen is as likely by every hypothesis, and nobody changes
-        likely = torch.where(seen, taken.exp() + SLIP, 1.0)
-        memories, prior = [memory], self.prior.softmax(-1)
+        any_legal = 1 / (table[..., :1] > -1e7).sum(0)
+        likely = torch.cat([torch.lerp(taken.exp(), any_legal, slip) for slip in SLIPS], -1)
+        likely, memories, prior = torch.where(seen, likely, 1.0), [memory], self.before()
         for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
             memories.append(self.weigh(memories[-1], prior, *step))
         return memories, taken
 
-    def read(self, memory, hidden):
-        """Memory [P, M, H], hidden units of the present view -> mean, log-variance of the goal [P, M, G]."""
-        mean, logvar = self.out(F.relu(self.mix(torch.cat([memory, hidden], -1)))).chunk(2, -1)
+    def weights(self, memory):
+        """What a memory says: how likely each way to play is [.., W], how likely a trembling hand [.., 1]."""
+        steady, trembling = memory.chunk(2, -1)
+        return steady + trembling, trembling.sum(-1, keepdim=True)
+
+    def read(self, weights, hidden):
+        """Weights of the ways [P, M, W], hidden units of the present view -> mean, log-variance of the goal
+        [P, M, G]."""
+        mean, logvar = self.out(F.relu(self.mix(torch.cat([weights, hidden], -1)))).chunk(2, -1)
         if self.silent:
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)

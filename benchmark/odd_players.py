@@ -146,3 +146,47 @@ class Shy(Odd):
 
     def decide(self):
         return self.go(self.hares & ~self.anybody, HUNT_HARE)
+
+
+class Undecided(Odd):
+    """Makes up its mind at every step: in one of three it goes for the stag, else for a hare."""
+
+    def decide(self):
+        number = torch.rand(len(self.own), generator=self.generator, device=self.own.device)
+        return self.hunt(number < 1 / 3)
+
+
+class Imitator(Odd):
+    """Hunts what it last saw somebody else hunt; before that, stags."""
+
+    def decide(self):
+        did = self.seen["actions"][:, 1:]
+        before = getattr(self, "stag", torch.ones_like(self.own[:, 0]))
+        self.stag = (did == HUNT_STAG).any(1) | before & ~(did == HUNT_HARE).any(1)
+        return self.hunt(self.stag)
+
+
+class Polite(Odd):
+    """Hare, as soon as two others are at the stag; until then stag."""
+
+    def decide(self):
+        return self.hunt((self.others & self.stags[..., None]).flatten(1).sum(1) < 2)
+
+
+class Learner(Odd):
+    """Stag or hare, whichever has paid more so far; in one episode of five, either."""
+
+    def decide(self):
+        if not hasattr(self, "paid"):
+            self.paid = torch.full((len(self.own), 2), 2.0, device=self.own.device)  # of hare, of stag; it hopes for both
+            self.gain, self.stag = self.paid[:, 0], torch.zeros_like(self.own[:, 0])
+        new, was = (self.seen["step"] == 0)[:, None], self.stag[:, None].long()
+        learned = self.paid.scatter_add(1, was, 0.3 * (self.gain[:, None] - self.paid.gather(1, was)))
+        self.paid = torch.where(new, learned, self.paid)
+        explore, either = torch.rand(2, len(self.own), generator=self.generator, device=self.own.device)
+        choice = torch.where(explore < 0.2, either < 0.5, self.paid[:, 1] > self.paid[:, 0])
+        self.stag = torch.where(new[:, 0], choice, self.stag)
+        action = self.hunt(self.stag)
+        helped = (self.stags & self.own & self.anybody).any(1)
+        self.gain = (action == HUNT_HARE) + 3.0 * ((action == HUNT_STAG) & helped)  # what this step seems to pay
+        return action

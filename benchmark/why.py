@@ -56,7 +56,7 @@ def play(table, episodes):
         now = episode.clamp(max=episodes)
         returns[rows, now] += out["reward"][0]
         over = out["over"]
-        weights[:, rows[over], now[over]] = others.weights(table.memory[:, over])
+        weights[:, rows[over], now[over]] = others.weights(table.memory[:, over])[0]
         episode = episode + over
     return returns[:, :episodes], weights[:, :, :episodes]
 

@@ -85,3 +85,25 @@ def test_who_returns_trust_hunts_stag_after_an_episode_with_company_at_the_stag(
     alone = play(["nh", "nh", "nh", "Reciprocal"])
     assert not any((action == HARE).any() for _, action, _ in trusted[36:])
     assert sum((action == HARE).sum() for _, action, _ in alone) > 20
+
+
+def test_the_polite_one_leaves_the_stag_to_two_others():
+    for seen, action, _ in play(["random", "ns", "ns", "Polite"], steps=300):
+        planes = seen["observation"].bool().flatten(1, 2)
+        crowd = (planes[..., 1:4] & planes[..., 5:6]).flatten(1).sum(1) > 1
+        assert not (action[crowd] == STAG).any() and not (action[~crowd] == HARE).any()
+
+
+def test_the_imitator_hunts_what_others_were_seen_to_hunt():
+    assert not any((action == HARE).any() for _, action, _ in play(["ns", "ns", "ns", "Imitator"]))
+    late = play(["nh", "nh", "nh", "Imitator"])[36:]
+    assert sum((action == HARE).sum() for _, action, _ in late) > sum((action == STAG).sum() for _, action, _ in late)
+
+
+def test_the_learner_hunts_what_pays():
+    share = {}
+    for others in ("ns", "nh"):
+        late = play([others] * 3 + ["Learner"], steps=1000, num_envs=64, hares=9)[500:]
+        hares, episodes = (sum(part.sum() for part in column) for column in zip(*((a == HARE, o) for _, a, o in late)))
+        share[others] = (hares / episodes).item()
+    assert share["ns"] < 0.5 < 0.8 < share["nh"]
