@@ -1655,7 +1655,7 @@ class Imagination(Saved):
 
     def draw_types(self):
         """Partners for every game, should a meeting begin: their types [P, games, W], and how often the hand
-        of each slips [P, games, 1], of trembling ones now and then, of those like nobody always."""
+        of each slips [P, games, 1]: a trembling one's in any share of the steps, of nobody's like always."""
         cast = self.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
@@ -1835,7 +1835,7 @@ def infer_goals(model, lesson):
     """What a model of others makes of stretches of play [P, T, B, ...].
 
     -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
-    log-probability of each action by the hypotheses, weighted by that player's own past: each [P, T * B, ...]
+    log-probability of each action by the ways to play, weighted by that player's own past: [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
@@ -1851,7 +1851,7 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
     minimised, each added up over the samples.
 
-    The hypotheses, weighted by a player's own past, are to foresee each action. The goal read from them is
+    The ways to play, weighted by a player's own past, are to foresee each action. The goal read from them is
     to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]
@@ -2307,8 +2307,8 @@ def seat_players(args, saved, num_envs, seed, episodes=1):
             network.load_state_dict({key: torch.cat([each[part][key] for each in weights])
                                      for key in network.state_dict()})
     except (KeyError, RuntimeError) as error:
-        told = f"its players do not fit this script ({type(error).__name__})"
-        raise Refused(f"--checkpoint {args.checkpoint}: {told}") from error
+        asked = f"--checkpoint {args.checkpoint} --players {' '.join(args.players)}"
+        raise Refused(f"{asked}: not all trained ones fit this script ({type(error).__name__})") from error
     table.memory = table.networks.others.start(num_envs).detach()
     if args.search_model == "learned":
         world = make_world_model(saved["world_model"], f"--checkpoint {args.checkpoint}", args.device)
@@ -2899,7 +2899,7 @@ class CompanyModel(OtherModel):
         return torch.cat([apart, alike], -1).flatten(0, 1)
 
     def weights(self, memory):
-        """The same for each player by all that was seen at its table."""
+        """What a memory says of each player, by all that was seen at its table."""
         apart, alike = memory.chunk(2, -1)
         return super().weights(apart * (1 - alike.sum(-1, keepdim=True)) + alike)
 

@@ -37,7 +37,7 @@ The file from top to bottom:
 Letters in shapes:
     N players    E episodes      S players' games, one for each seat and episode    M samples, or any rows
     C cells      T steps         B games of a lesson, side by side                  J kinds of players
-    K facts      W ways to play  G numbers in a goal                                L = P = 1 model
+    K facts      W ways to play  G numbers in a goal    H = 2 W hypotheses          L = P = 1 model
 A sample is one player's view and action in a step in which it is on the board.
 """
 
@@ -822,7 +822,7 @@ def infer_goals(model, lesson):
     """What a model of others makes of stretches of play [P, T, B, ...].
 
     -> outputs of its first layer, mean and log-variance of the goal inferred before each step, and the
-    log-probability of each action by the hypotheses, weighted by that player's own past: each [P, T * B, ...]
+    log-probability of each action by the ways to play, weighted by that player's own past: [P, T * B, ...]
     """
     first, hidden, table = model.look(lesson["x"].flatten(1, 2))
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
@@ -838,7 +838,7 @@ def others_loss(model, lesson, generator):
     """What a model of others is taught on stretches of play: a dict of losses [P], "loss" being what is
     minimised, each added up over the samples.
 
-    The hypotheses, weighted by a player's own past, are to foresee each action. The goal read from them is
+    The ways to play, weighted by a player's own past, are to foresee each action. The goal read from them is
     to be near the goal in hindsight. Both that and a draw from the belief are to tell the action.
     """
     x, action = lesson["x"], lesson["action"]

@@ -157,7 +157,8 @@ class Undecided(Odd):
 
 
 class Imitator(Odd):
-    """Hunts what it last saw somebody else hunt; before that, stags."""
+    """Hunts what it last saw somebody else hunt; before that, and where it sees both, stags. What is hunted in an
+    episode's last step nobody sees."""
 
     def decide(self):
         did = self.seen["actions"][:, 1:]
@@ -167,10 +168,11 @@ class Imitator(Odd):
 
 
 class Polite(Odd):
-    """Hare, as soon as two others are at the stag; until then stag."""
+    """Hare, where the stag is gone or two others are at one; until then stag."""
 
     def decide(self):
-        return self.hunt((self.others & self.stags[..., None]).flatten(1).sum(1) < 2)
+        crowd = (self.others & self.stags[..., None]).sum(2).amax(1)
+        return self.hunt(self.stags.any(1) & (crowd < 2))
 
 
 class Learner(Odd):
@@ -188,5 +190,6 @@ class Learner(Odd):
         self.stag = torch.where(new[:, 0], choice, self.stag)
         action = self.hunt(self.stag)
         helped = (self.stags & self.own & self.anybody).any(1)
-        self.gain = (action == HUNT_HARE) + 3.0 * ((action == HUNT_STAG) & helped)  # what this step seems to pay
+        gain = (action == HUNT_HARE) + 3.0 * ((action == HUNT_STAG) & helped)  # what this step seems to pay
+        self.gain = torch.where(self.own.any(1), gain, self.gain)  # who has left keeps what it went with
         return action

@@ -46,7 +46,7 @@ def seat(args, others, num_envs, seed=5):
 
 
 def play(table, episodes):
-    """Plays meetings. -> returns of seat 1 [meeting, episode], weights at each episode's end [pair, meeting, episode, H]"""
+    """Plays meetings. -> returns of seat 1 [meeting, episode], weights at each episode's end [pair, meeting, episode, W]"""
     many = table.game.num_envs
     rows, episode = torch.arange(many), torch.zeros(many, dtype=torch.int64)
     returns = torch.zeros(many, episodes + 1)

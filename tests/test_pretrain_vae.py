@@ -171,7 +171,7 @@ def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
     for place in range(20):
         before = belief = known.before()[0, 0].detach()
         for step, row in enumerate(rows_of(samples, place)):
-            likelihood = known.look(samples["x"][None, row:row + 1])[2][:, 0, 0].exp()  # [7, H]
+            likelihood = known.look(samples["x"][None, row:row + 1])[2][:, 0, 0].exp()  # [7, W]
             torch.testing.assert_close(likelihood.sum(0), torch.ones(args.hypotheses))
             of_action = likelihood[samples["action"][row]]
             torch.testing.assert_close(likely[step, place], of_action @ sum(belief.chunk(2)), atol=1e-5, rtol=1e-3)
