@@ -46,6 +46,10 @@ class Odd:
         number = torch.rand(choices.shape, generator=self.generator, device=choices.device)
         return torch.where(choices.any(1), (number * choices).argmax(1), STAY)
 
+    def chance(self, *shape):
+        """Numbers from 0 to 1: [.., B]."""
+        return torch.rand(*shape, len(self.own), generator=self.generator, device=self.own.device)
+
     def go(self, prey, hunt):
         """Goes to the nearest of the cells `prey` [B, cells], and does `hunt` there."""
         return torch.where((prey & self.own).any(1), hunt, self.approach(prey))
@@ -74,8 +78,7 @@ class Moody(Odd):
         self.stag = getattr(self, "stag", which)
 
     def decide(self):
-        drawn = torch.rand(self.new.shape, generator=self.generator, device=self.new.device) < 0.5
-        self.stag, self.new = torch.where(self.new, drawn, self.stag), torch.zeros_like(self.new)
+        self.stag, self.new = torch.where(self.new, self.chance() < 0.5, self.stag), torch.zeros_like(self.new)
         return self.hunt(self.stag)
 
 
@@ -152,8 +155,7 @@ class Undecided(Odd):
     """Makes up its mind at every step: in one of three it goes for the stag, else for a hare."""
 
     def decide(self):
-        number = torch.rand(len(self.own), generator=self.generator, device=self.own.device)
-        return self.hunt(number < 1 / 3)
+        return self.hunt(self.chance() < 1 / 3)
 
 
 class Imitator(Odd):
@@ -185,7 +187,7 @@ class Learner(Odd):
         new, was = (self.seen["step"] == 0)[:, None], self.stag[:, None].long()
         learned = self.paid.scatter_add(1, was, 0.3 * (self.gain[:, None] - self.paid.gather(1, was)))
         self.paid = torch.where(new, learned, self.paid)
-        explore, either = torch.rand(2, len(self.own), generator=self.generator, device=self.own.device)
+        explore, either = self.chance(2)
         choice = torch.where(explore < 0.2, either < 0.5, self.paid[:, 1] > self.paid[:, 0])
         self.stag = torch.where(new[:, 0], choice, self.stag)
         action = self.hunt(self.stag)
