@@ -6,9 +6,10 @@
     python benchmark/adaptation.py --quick --odd               among players that stand nowhere else (odd_players.py)
 
 Every figure comes from an ordinary run in `--folder`: a training run, or one of `--mode adapt`, in which the trained
-player meets the same three others for fifty episodes (twenty with --quick), in each seat. A run that is finished is not made again, one
-that was stopped is resumed, and several machines that share the folder share the runs (benchmark/workers.py). What is known
-so far is in `<folder>/adaptation.md` and `.csv` after every run; at the end, a picture of the return by episode for each board.
+player meets the same three others for fifty episodes (twenty with --quick), in each seat. A run that is finished is
+not made again, one that was stopped is resumed, and several machines that share the folder share the runs
+(benchmark/workers.py). What is known so far is in `<folder>/adaptation.md` and `.csv` after every run; at the end, a
+picture of the return by episode for each board.
 
 The score of a player in a line-up is 0 at what a random player earns in its place, and 1 at the most that anybody
 was seen to earn there: the rules (stag hunters, hare hunters, the patient ones), PPO trained among exactly these

@@ -433,6 +433,7 @@ class UserPlayer:
             self.player = player_class()
             self.reset(torch.ones(game.num_envs, dtype=torch.bool, device=game.device))
             self.act(game.observe(), 0, seeded(0, name, game.device))
+            self.player = player_class()  # that was a trial: it plays as if it had seen nothing
         except Failed as failure:
             raise Refused(str(failure)) from failure
         except BaseException as error:

@@ -627,6 +627,14 @@ def test_a_users_player_sees_its_own_seat_and_is_told_of_new_episodes(tmp_path):
     assert lineup.users[1].player is not lineup.users[3].player
 
 
+def test_a_users_player_begins_as_if_nobody_had_tried_it(tmp_path):
+    name = write_player(tmp_path, "self.asked = getattr(self, 'asked', 0) + 1; return step * 0 + 4")
+    game = BatchedStagHunt(20, num_players=2)
+    lineup = Lineup([name, "ns"], game)
+    lineup.act(game)
+    assert lineup.users[0].player.asked == 1
+
+
 @pytest.mark.parametrize("number", [-1, 7, 200, 10 ** 12])
 def test_illegal_numbers_of_a_users_player_are_played_as_stay(tmp_path, number):
     name = write_player(tmp_path, f"return torch.full_like(step, {number})")
