@@ -30,7 +30,7 @@ The run prints one moving line, then tables of returns with and without search, 
 
 Letters in shapes:
     N  players                    B  games           K  facts of a view
-    L  HOP+ players (learners)    T  steps           W  ways to play; H = 2 W hypotheses
+    L  HOP+ players (learners)    T  steps           W  ways to play; H = 3 W hypotheses
     P  = L * (N-1) pairs          M  any rows        G  numbers in a goal
 Pair l * (N-1) + k - 1 is what player l makes of the k-th player after it.
 
@@ -1237,11 +1237,11 @@ MEETING = 10  # episodes that an imagined meeting lasts on average, and updates 
 class Table(Saved):
     """Games played side by side, who sits where, and what each HOP+ player remembers of each other player.
 
-    The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, ways to play with a steady or
-    a trembling hand, is for a player, and for all at the table together (`CompanyModel`), by all that was
-    seen, slowly forgetting; it goes on from episode to episode. A belief is read from it and from the present
-    view: mean and log-variance of that player's goal. A player that has left sees nothing until the next
-    episode, and of a player that has left nothing is seen.
+    The memory [P, B, 2 H] holds how likely each of the inference's hypotheses, a way to play and a hand, is
+    for a player, and for all at the table together (`CompanyModel`), by all that was seen, slowly forgetting;
+    it goes on from episode to episode. A belief is read from it and from the present view: mean and
+    log-variance of that player's goal. A player that has left sees nothing until the next episode, and of a
+    player that has left nothing is seen.
     """
 
     saved = ("game", "lineup", "memory", "generator")
@@ -1412,7 +1412,7 @@ def play_steps(table, returns, num_steps, search):
 class Searcher:
     """What a search asks of the networks, for L players and M states each: [L * M] in a row.
 
-    Goals stay the same in a search: the policy is told of the others [L, M, (N-1) * (G+1)] as in a real
+    Goals stay the same in a search: the policy is told of the others [L, M, (N-1) * (G+2)] as in a real
     game, and each model of others goes by one draw of a goal [P, M, G]. So what they add to the first layers'
     outputs is computed once, and so are the tables of these layers.
     """
@@ -1607,7 +1607,7 @@ class Imagination(Saved):
 
     A partner is a type, weights of ways to play [W] (`cast`): what the warm-up's inference knew of a player
     at the end of a recorded meeting. Type and present view give its goal, the goal its action; but its hand
-    may slip. Some tremble, and some are like nobody on record, so that beliefs which fit nobody are met, too.
+    may slip: some tremble, and some do anything, like nobody on record.
     A partner stays from episode to episode, MEETING on average, and the player's belief about it follows what
     it does, as in real games.
 
@@ -1615,7 +1615,6 @@ class Imagination(Saved):
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
-    NOBODY = 0.1  # share of the partners that are like nobody on record: each legal action is as likely
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
     saved = ("state", "memory", "types", "slips", "generator")
 
@@ -1655,13 +1654,13 @@ class Imagination(Saved):
 
     def draw_types(self):
         """Partners for every game, should a meeting begin: their types [P, games, W], and how often the hand
-        of each slips [P, games, 1]: a trembling one's in any share of the steps, of nobody's like always."""
+        of each slips [P, games, 1]: a trembling one in any share of the steps."""
         cast = self.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
         others = len(cast) // self.shape[0]
         number[:, ::2] = self.table.for_pairs(number[::others, ::2])  # in every other game for all partners
-        slips = (number - (1 - TREMBLING - self.NOBODY)) / TREMBLING
+        slips = (number - SHARES[0]) / SHARES[1]
         return take(cast, self.table.for_pairs(meeting)), slips.clamp(0, 1)[..., None]
 
     @torch.no_grad()
@@ -1841,7 +1840,7 @@ def infer_goals(model, lesson):
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                    lesson["action"], lesson["seen"])
     memory = torch.stack(memories[:-1], 1)
-    alone = sum(memory.split(taken.shape[-1], -1)[:2])  # each player by itself, either hand [P, T, B, W]
+    alone = sum(memory.split(taken.shape[-1], -1)[:len(SLIPS)])  # each by itself [P, T, B, W]
     likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
     weights, _ = model.weights(memory.flatten(1, 2))
     return first, *model.read(weights, hidden), likely.flatten(1)
@@ -2767,8 +2766,8 @@ class GoalPrior(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-TREMBLING = 0.1  # the share of the players whose hand slips often
-SLIPS = 0.1, 0.5  # how often a hand slips, to any legal action: that of the others, and theirs
+SHARES = 0.8, 0.1, 0.1  # of the players whose hand is steady, trembles, and does anything
+SLIPS = 0.1, 0.5, 1.0  # how often such a hand slips, to any legal action
 
 
 class OtherModel(nn.Module):
@@ -2776,8 +2775,8 @@ class OtherModel(nn.Module):
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
-    probabilities for every view, with a steady hand or a trembling one, which slips more often (SLIPS). The
-    memory [P, B, H] holds the weights, of all steady ones first. After each action seen they become
+    probabilities for every view, with a hand that is steady, trembles or does anything (SLIPS). The memory
+    [P, B, H] holds the weights, of all steady ones first. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
     ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
@@ -2804,7 +2803,7 @@ class OtherModel(nn.Module):
     def before(self):
         """How likely each hypothesis is before anything was seen: [P, 1, H]."""
         prior = self.prior.softmax(-1)
-        return torch.cat([(1 - TREMBLING) * prior, TREMBLING * prior], -1)
+        return torch.cat([share * prior for share in SHARES], -1)
 
     def see(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
@@ -2843,9 +2842,9 @@ class OtherModel(nn.Module):
         return self.follow(memory, table.unsqueeze(2), action[:, None], seen[:, None])[0][1]
 
     def weights(self, memory):
-        """What a memory says: how likely each way to play is [.., W], how likely a trembling hand [.., 1]."""
-        steady, trembling = memory.chunk(2, -1)
-        return steady + trembling, trembling.sum(-1, keepdim=True)
+        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 2]."""
+        hands = memory.unflatten(-1, (len(SLIPS), -1))
+        return hands.sum(-2), hands.sum(-1)[..., 1:]
 
     def read(self, weights, hidden):
         """Weights of the ways [P, M, W], hidden units of the present view -> mean, log-variance of the goal
@@ -2905,7 +2904,7 @@ class CompanyModel(OtherModel):
 
 
 class Policy(Agent):
-    """An Agent that is told of the others beside its view: each one's goal, and how likely it trembles."""
+    """An Agent that is told of the others beside its view: each one's goal, and how likely each hand."""
 
     def __init__(self, num_learners, views, hidden_size, num_told, seed):
         super().__init__(num_learners, views, hidden_size, seed)
@@ -2924,7 +2923,7 @@ class Networks(nn.Module):
     def __init__(self, args, views, num_hops):
         super().__init__()
         others, size, dim = len(args.players) - 1, args.hidden_size, args.goal_dim
-        self.policy = Policy(num_hops, views, size, others * (dim + 1), args.seed)
+        self.policy = Policy(num_hops, views, size, others * (dim + len(SLIPS) - 1), args.seed)
         self.others = CompanyModel(others, num_hops * others, views, size, dim, args.hypotheses,
                                    args.seed + 1, silent=args.goals == "zero")
         self.known = OtherModel(1, views, size, dim, args.hypotheses, args.seed + 1)
@@ -2934,14 +2933,14 @@ class Networks(nn.Module):
         """What players make of their own views [L, M, K], those of the others [P, M, K] and what they
         remember of these [P, M, 2 H]: a dict of what is listed at the end."""
         _, hidden, table = self.others.look(others)
-        weights, trembling = self.others.weights(memory)
+        weights, hands = self.others.weights(memory)
         mean, logvar = self.others.read(weights, hidden)
-        told = torch.cat([mean, trembling * (not self.others.silent)], -1)
+        told = torch.cat([mean, hands * (not self.others.silent)], -1)
         told = told.unflatten(0, (len(own), -1)).transpose(1, 2).flatten(2)
         policy, value = self.policy(own, told)
         return {"mean": mean, "logvar": logvar,  # the others' goals [P, M, G]
                 "table": table,  # [7, P, M, W]
-                "told": told,  # to the policies, the same for a whole search [L, M, (N-1) * (G+1)]
+                "told": told,  # to the policies, the same for a whole search [L, M, (N-1) * (G+2)]
                 "policy": policy, "value": value}  # log-probabilities [L, M, 7], and [L, M]
 
 

@@ -37,7 +37,7 @@ The file from top to bottom:
 Letters in shapes:
     N players    E episodes      S players' games, one for each seat and episode    M samples, or any rows
     C cells      T steps         B games of a lesson, side by side                  J kinds of players
-    K facts      W ways to play  G numbers in a goal    H = 2 W hypotheses          L = P = 1 model
+    K facts      W ways to play  G numbers in a goal    H = 3 W hypotheses          L = P = 1 model
 A sample is one player's view and action in a step in which it is on the board.
 """
 
@@ -828,7 +828,7 @@ def infer_goals(model, lesson):
     memories, taken = model.follow(lesson["memory"], table.unflatten(2, lesson["x"].shape[1:3]),
                                    lesson["action"], lesson["seen"])
     memory = torch.stack(memories[:-1], 1)
-    alone = sum(memory.split(taken.shape[-1], -1)[:2])  # each player by itself, either hand [P, T, B, W]
+    alone = sum(memory.split(taken.shape[-1], -1)[:len(SLIPS)])  # each by itself [P, T, B, W]
     likely = (alone.clamp(min=1e-30).log() + taken).logsumexp(-1)
     weights, _ = model.weights(memory.flatten(1, 2))
     return first, *model.read(weights, hidden), likely.flatten(1)
@@ -1469,8 +1469,8 @@ class GoalDecoder(nn.Module):
 
 
 CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-TREMBLING = 0.1  # the share of the players whose hand slips often
-SLIPS = 0.1, 0.5  # how often a hand slips, to any legal action: that of the others, and theirs
+SHARES = 0.8, 0.1, 0.1  # of the players whose hand is steady, trembles, and does anything
+SLIPS = 0.1, 0.5, 1.0  # how often such a hand slips, to any legal action
 
 
 class OtherModel(nn.Module):
@@ -1478,8 +1478,8 @@ class OtherModel(nn.Module):
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
-    probabilities for every view, with a steady hand or a trembling one, which slips more often (SLIPS). The
-    memory [P, B, H] holds the weights, of all steady ones first. After each action seen they become
+    probabilities for every view, with a hand that is steady, trembles or does anything (SLIPS). The memory
+    [P, B, H] holds the weights, of all steady ones first. After each action seen they become
     (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
     begins to play another way with that chance at each step, so that no past makes a belief certain for
     ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
@@ -1506,7 +1506,7 @@ class OtherModel(nn.Module):
     def before(self):
         """How likely each hypothesis is before anything was seen: [P, 1, H]."""
         prior = self.prior.softmax(-1)
-        return torch.cat([(1 - TREMBLING) * prior, TREMBLING * prior], -1)
+        return torch.cat([share * prior for share in SHARES], -1)
 
     def see(self, x):
         """Views [P, M, K] -> outputs of the first layer and hidden units of the inference [P, M, hidden]."""
@@ -1541,9 +1541,9 @@ class OtherModel(nn.Module):
         return memories, taken
 
     def weights(self, memory):
-        """What a memory says: how likely each way to play is [.., W], how likely a trembling hand [.., 1]."""
-        steady, trembling = memory.chunk(2, -1)
-        return steady + trembling, trembling.sum(-1, keepdim=True)
+        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 2]."""
+        hands = memory.unflatten(-1, (len(SLIPS), -1))
+        return hands.sum(-2), hands.sum(-1)[..., 1:]
 
     def read(self, weights, hidden):
         """Weights of the ways [P, M, W], hidden units of the present view -> mean, log-variance of the goal

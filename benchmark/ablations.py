@@ -42,12 +42,12 @@ RUNS = {
     "scarce-no-prize-floor": f"{SCARCE} --prize-floor inf",
 }
 EDITS = {  # text of the script, and what stands in its place
-    "scarce-no-slips": ("SLIPS = 0.1, 0.5", "SLIPS = 0.0, 0.5"),
-    "scarce-none-trembles": ("TREMBLING = 0.1", "TREMBLING = 1e-6"),
+    "scarce-no-slips": ("SLIPS = 0.1, ", "SLIPS = 0.0, "),
+    "scarce-none-trembles": ("SHARES = 0.8, 0.1, 0.1", "SHARES = 0.9, 1e-6, 0.1"),
+    "scarce-none-like-nobody": ("SHARES = 0.8, 0.1, 0.1", "SHARES = 0.9, 0.1, 1e-6"),
     "scarce-no-change": ("CHANGE = 2e-3", "CHANGE = 1e-5"),
     "scarce-never-alike": ("apart * (1 - alike.sum(-1, keepdim=True)) + alike", "apart"),
     "scarce-prior-learns-on": ("prior.requires_grad_(False)", "prior.requires_grad_(True)"),
-    "scarce-none-like-nobody": ("NOBODY = 0.1", "NOBODY = 0.0"),
     "scarce-no-record-in-lessons": ("STRETCHES, RECORDED = 64, 12", "STRETCHES, RECORDED = 76, 0"),
     "scarce-late-as-likely": ("device=pairs.device).square()", "device=pairs.device)"),
 }

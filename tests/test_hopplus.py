@@ -127,7 +127,7 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path, floor):
                  beta=2.4, gamma=0.97)
     table = table_of(args, 12, 3)
     state = script.ego_first(table.game.state(), table.order)
-    told, goals = torch.randn(1, 12, 2 * (args.goal_dim + 1)), torch.randn(2, 12, args.goal_dim)
+    told, goals = torch.randn(1, 12, 2 * (args.goal_dim + 2)), torch.randn(2, 12, args.goal_dim)
     searcher = script.Searcher(table.networks, table.views, told, goals)
     draws, drawn, rand, expand = [], [], torch.rand, script.expand
     monkeypatch.setattr(script.torch, "rand", lambda *shape, **kw: drawn.append(rand(*shape, **kw)) or drawn[-1])
@@ -160,7 +160,7 @@ def test_the_searcher_answers_as_the_networks_do(tmp_path):
         table.game.advance(torch.randint(7, (7, 3), generator=torch.Generator().manual_seed(1)))
     state = script.ego_first(table.game.state(), table.order)
     x = table.views.look(state).unflatten(1, (2, 7))  # [3, 2, 7, K]
-    told, goals = torch.randn(2, 7, 2 * (args.goal_dim + 1)), torch.randn(4, 7, args.goal_dim)
+    told, goals = torch.randn(2, 7, 2 * (args.goal_dim + 2)), torch.randn(4, 7, args.goal_dim)
     with torch.no_grad():
         log_probs, value, others = script.Searcher(table.networks, table.views, told, goals).think(state)
         expected, expected_value = table.networks.policy(x[0], told)
@@ -207,7 +207,7 @@ def test_the_best_action_is_found_as_simulations_grow(tmp_path, monkeypatch):
     known = {}
     exact = torch.tensor([exact_values(table.model, table.views, one, 0.9, known) for one in alone])
     best, share = exact.amax(1), []
-    searcher = script.Searcher(table.networks, table.views, torch.zeros(1, 16, args.goal_dim + 1), torch.zeros(1, 16, args.goal_dim))
+    searcher = script.Searcher(table.networks, table.views, torch.zeros(1, 16, args.goal_dim + 2), torch.zeros(1, 16, args.goal_dim))
     for simulations in (4, 64, 1024):
         visits, totals, _ = script.search(table.model, searcher, state, simulations, args, torch.Generator().manual_seed(1))
         picked = torch.where(visits > 0, totals / visits, -math.inf).argmax(1, keepdim=True)
@@ -358,7 +358,7 @@ def test_steps_seen_one_by_one_are_steps_seen_together(tmp_path):
         for t, foretold in enumerate(likely.unflatten(1, (12, -1)).unbind(1)):
             chance, legal = tables[:, :, t].exp(), table.views.mask(x[:, t]).sum(-1, keepdim=True)
             chance = chance.gather(0, action[None, :, t, :, None].expand(1, *chance.shape[1:]))[0]
-            torch.testing.assert_close(foretold.exp(), (sum(weights.chunk(2, -1)) * chance).sum(-1), atol=1e-5, rtol=1e-4)
+            torch.testing.assert_close(foretold.exp(), (sum(weights.chunk(3, -1)) * chance).sum(-1), atol=1e-5, rtol=1e-4)
             after = weights * torch.cat([(1 - slip) * chance + slip / legal for slip in script.SLIPS], -1)
             after = (1 - script.CHANGE) * after / after.sum(-1, keepdim=True) + script.CHANGE * prior
             weights = torch.where(seen[:, t, :, None], after, weights)
@@ -417,7 +417,7 @@ def test_the_replay_keeps_the_record_and_the_last_stretches(tmp_path):
         last = {tuple(real["clock"][:, env].tolist()) + tuple(real["cell"][..., env].flatten().tolist()) for env in range(4)}
         assert last <= held if number >= 2 else not last & held
     lesson = replay.draw(5, 3, torch.Generator().manual_seed(0))
-    assert lesson["x"].shape[:3] == (12, 16, 8) and lesson["memory"].shape == (12, 8, 4 * args.hypotheses)
+    assert lesson["x"].shape[:3] == (12, 16, 8) and lesson["memory"].shape == (12, 8, 6 * args.hypotheses)
     again = script.Replay(args, table, None)
     again.load_state_dict(replay.state_dict())
     assert same(again.recorded, before) and same(replay.recorded, before)
@@ -471,9 +471,9 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
                         view = x[1:, :, game].transpose(0, 1).flatten(0, 1)[:, None]
                         with torch.no_grad():
                             _, hidden, tables = networks.others.look(view)
-                            weights, trembling = networks.others.weights(memory[:, game:game + 1])
+                            weights, hands = networks.others.weights(memory[:, game:game + 1])
                             mean, _ = networks.others.read(weights, hidden)
-                            expected = torch.cat([mean, trembling], -1)[pair, 0]
+                            expected = torch.cat([mean, hands], -1)[pair, 0]
                             assert torch.allclose(told[hop, game].view(others, -1)[other], expected, atol=1e-4)
                             first, hidden, _ = known.look(view[pair:pair + 1])
                             goal, _ = known.read(kinds[pair, game, :-1][None, None], hidden)
@@ -491,7 +491,7 @@ def test_imagined_games_are_played_as_real_ones_are(tmp_path, monkeypatch):
                         assert new or torch.allclose(after, follows, atol=1e-4)
                         assert new or torch.equal(after_kinds, kinds[pair, game])
                         met, kept = met + (over and new), kept + (over and not new)
-    assert met > 10 and kept > 10 and {0.0, 1.0} < slipping  # steady, like nobody, and trembling ones
+    assert met > 10 and kept > 10 and {0.0, 1.0} < slipping  # steady ones, some that do anything, and trembling ones
 
 
 # ----------------------------------------------------------------------------------------- learning
@@ -1030,24 +1030,27 @@ def test_beliefs_follow_a_player_that_changes():
     assert model.weights(memory)[0][0, 0, 1] > 0.99
 
 
-def test_a_trembling_hand_is_known_by_its_slips():
-    """Of two that play the same way, the one whose hand slips at every third step; neither is taken for another."""
+def test_hands_are_known_by_their_slips():
+    """Of two that play the same way, the one whose hand slips at every third step; neither is taken for another. And
+    one that does whatever is least likely of every way."""
     model = script.OtherModel(1, script.Views(4, 4, 4, 35), 16, 4, 2, seed=1)
     table = torch.log(torch.tensor([[0.98, 0.01], [0.01, 0.98], [0.01, 0.01]]))[:, None, None]  # [action, 1, 1, W]
     seen = torch.ones(1, 1, dtype=torch.bool)
-    for every, trembles in ((1000, False), (3, True)):
+    for every, hand in ((1000, 0), (3, 1), (1, 2)):
         memory = model.start(1)
         for step in range(1, 31):
             memory = model.remember(memory, table, torch.full((1, 1), 0 if step % every else 2), seen)
-        ways, trembling = model.weights(memory)
-        assert ways[0, 0, 0] > 0.99 and (trembling > 0.9 if trembles else trembling < 0.05), (ways, trembling)
+        ways, hands = model.weights(memory)
+        hands = torch.cat([1 - hands.sum(-1, keepdim=True), hands], -1)[0, 0]
+        assert hands[hand] > 0.9 and (ways[0, 0, 0] > 0.99 or hand == 2), (ways, hands)
 
 
 @pytest.mark.parametrize("change, mean, most", [(0.0, 5e-6, 5e-5), (0.002, 0.02, 0.2)])
 def test_beliefs_about_a_table_are_bayes_rule(monkeypatch, change, mean, most):
-    """Against a chain of all that a table of three may be: 4 states in which all play one of two ways with one of two
-    hands, 64 in which each plays its own way with a hand of its own. Who is alike changes at once, and as likely turns to itself; each by itself changes, or all turn
-    alike. Without change the rule is exact, with today's chance of change nearly so."""
+    """Against a chain of all that a table of three may be: 6 states in which all play one of two ways with one of
+    three hands, 216 in which each plays its own way with a hand of its own. Who is alike changes at once, and as
+    likely turns to itself; each by itself changes, or all turn alike. Without change the rule is exact, with
+    today's chance of change nearly so."""
     monkeypatch.setattr(script, "CHANGE", change)
     torch.manual_seed(0)
     games, steps = 40, 30
@@ -1060,27 +1063,27 @@ def test_beliefs_about_a_table_are_bayes_rule(monkeypatch, change, mean, most):
     action = script.sample_actions(played, torch.Generator().manual_seed(1))
     with torch.no_grad():
         memories, taken = model.follow(model.start(games), tables, action, seen)
-        found = torch.cat(model.weights(torch.stack(memories[1:])), -1).double()  # two ways, trembling [T, 3, B, 3]
+        found = torch.cat(model.weights(torch.stack(memories[1:])), -1).double()  # two ways, two hands [T, 3, B, 4]
     likely = torch.cat([(1 - slip) * taken.double().exp() + slip / 7 for slip in script.SLIPS], -1)
-    each = torch.cartesian_prod(*[torch.arange(4)] * 3)  # [64, 3], what each plays
+    each = torch.cartesian_prod(*[torch.arange(6)] * 3)  # [216, 3], what each plays
     begin = torch.cat([prior / 2, prior[each].prod(1) / 2])
-    move = torch.zeros(68, 68, dtype=torch.float64)
-    move[:, :4] = change * prior / 2  # the table turns alike
-    move[:4, :4] += (1 - change) * torch.eye(4)
-    move[range(4), [4 + number * 21 for number in range(4)]] += change / 2  # where all three play the same
+    move = torch.zeros(222, 222, dtype=torch.float64)
+    move[:, :6] = change * prior / 2  # the table turns alike
+    move[:6, :6] += (1 - change) * torch.eye(6)
+    move[range(6), [6 + number * 43 for number in range(6)]] += change / 2  # where all three play the same
     turned = (1 - change) * (each[:, None] == each) + change * prior[each]
-    move[4:, 4:] = (1 - change / 2) * turned.prod(2)
-    assert torch.allclose(move.sum(1), torch.ones(68, dtype=torch.float64))
+    move[6:, 6:] = (1 - change / 2) * turned.prod(2)
+    assert torch.allclose(move.sum(1), torch.ones(222, dtype=torch.float64))
+    plays = torch.cat([torch.arange(6).expand(3, -1), each.T], 1)  # [3, 222]
+    truths = torch.stack([plays % 2 == 0, plays % 2 == 1, plays // 2 == 1, plays // 2 == 2])  # as `found` has them
     apart = torch.zeros(games)  # the largest difference in each game
     for game in range(games):
         state = begin.clone()
         for t in range(steps):
-            chance = likely[:, t, game]  # [3, 4]
+            chance = likely[:, t, game]  # [3, 6]
             state *= torch.cat([chance.prod(0), chance[torch.arange(3), each].prod(1)])
             state = state / state.sum() @ move
-            plays = torch.cat([torch.arange(4).expand(3, -1), each.T], 1)  # [3, 68]
-            for number, true in ((1, plays % 2 == 1), (2, plays > 1)):  # the second way, a trembling hand
-                apart[game] = max(apart[game], (found[t, :, game, number] - (true * state).sum(1)).abs().max())
+            apart[game] = max(apart[game], (found[t, :, game] - (truths * state).sum(-1).T).abs().max())
     assert apart.mean() < mean and apart.max() < most, (apart.mean(), apart.max())
 
 
@@ -1090,7 +1093,7 @@ def test_what_a_table_is_as_one_teaches_hypotheses_nothing():
     action, seen = torch.randint(7, (3, 5, 4)), torch.ones(3, 5, 4, dtype=torch.bool)
     memories, _ = model.follow(model.start(4), logits.log_softmax(0), action, seen)
     apart, alike = memories[-1].chunk(2, -1)
-    weight = torch.randn(4, 4)
+    weight = torch.randn(4, 6)
     assert torch.autograd.grad((apart * weight).sum(), logits, retain_graph=True)[0].abs().max() > 1e-3
     assert torch.autograd.grad((alike * weight).sum(), logits)[0].abs().max() == 0
 
