@@ -412,8 +412,6 @@ class AdaptArgs:
     """--mode adapt: episodes of a meeting, a row of episodes with the same players"""
     meetings: int = 500
     """--mode adapt: meetings in each seat"""
-    adapt_moa: bool = False
-    """--mode adapt: the models of others go on learning, too"""
     keys: str | None = None
     """--mode play: a file of keys that plays in place of the keyboard; w a s d (or arrow keys) move, space
     stays, e hunts what is on one's cell (also g a stag, h a hare), q leaves"""
@@ -440,9 +438,10 @@ RANGES = ((1, math.inf, AT_LEAST_1),
                     "ent_coef", "eval_episodes", "eval_policy_episodes")))
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
-               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "eval_episodes",
-               "eval_policy_episodes", "resume", "save_every")
-OF_MEETINGS = ("meeting_episodes", "meetings", "adapt_moa")
+               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "num_steps",
+               "moa_samples", "moa_learning_rate", "moa_minibatches", "eval_episodes", "eval_policy_episodes",
+               "resume", "save_every")
+OF_MEETINGS = ("meeting_episodes", "meetings")
 
 
 def ignored_flags(args):
@@ -454,8 +453,6 @@ def ignored_flags(args):
         ("--mode watch", args.mode == "watch", ("keys",)),
         (f"--mode {args.mode}", args.mode in ("watch", "play"),
          OF_TRAINING + OF_MEETINGS + ("num_envs", "runs_dir", "run_name")),
-        ("--mode adapt without --adapt-moa", args.mode == "adapt" and not args.adapt_moa,
-         ("num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches")),
         ("--search none", unsearched, ("num_simulations", "num_trees", "beta", "eval_episodes")),
         ("--search none --imagined-per-real 0", unsearched and unimagined,
          ("search_model", "world_model_checkpoint")),
@@ -706,34 +703,15 @@ def main(args):
     return {"train": train, "adapt": adapt, "watch": watch, "play": watch}[args.mode](args)
 
 
-def check_files(args):
-    """Loads what the flags name: whatever is wrong with it shows before anything has been written."""
-    table = Table(args, 1, args.seed)
-    if args.vae_checkpoint:
-        asked = f"--vae-checkpoint {args.vae_checkpoint}"
-        load_goals(args.vae_checkpoint, asked, args, table.networks.prior, table.networks.known)
-    if args.world_model_checkpoint:
-        asked = f"--world-model-checkpoint {args.world_model_checkpoint}"
-        trained = load_world_model(args.world_model_checkpoint, asked)[1]["config"]
-        rules = ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial")
-        for name in rules if not trained.get("data") else ():
-            if trained[name] != getattr(args, name):
-                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which has "
-                              f"{trained[name]}")
-
-
 def train(args):
     checkpoint = load_run(args)
     if checkpoint is None:
-        check_files(args)
-        folder = open_run(args)
-        run = Run(args)
-    else:
-        run = Run(args, checkpoint)
-        if run.timesteps >= args.total_timesteps and os.path.isfile(f"{args.resume}/results.json"):
-            print(f"{args.resume} had finished: nothing was changed")
-            return 0
-        folder = open_run(args)
+        run_folder(args)  # whatever is wrong with its name shows now
+    run = Run(args, checkpoint)
+    if run.timesteps >= args.total_timesteps and os.path.isfile(f"{args.resume}/results.json"):
+        print(f"{args.resume} had finished: nothing was changed")
+        return 0
+    folder = open_run(args)
     log = Log(args, folder, run)
     if checkpoint is None:
         run.save(args, folder)  # so that nobody needs to warm up again
@@ -769,7 +747,7 @@ def play_and_learn(args, folder, run, log):
             log.bar.refresh()  # the first return is told as soon as it is known
             log.clock("real_games")
             run.replay.add(real)
-            figures, _ = score_models(run.table, real)
+            figures, *_ = score_models(run.table, real)
             log.clock("scores")
             dream = run.imagination.play(args.num_steps) if run.imagination else None
             steps = real["policy"]
@@ -888,10 +866,6 @@ def report(args, folder, run, log):
         print_table(f"mean return per episode ({' '.join(args.players)}, {board_name(args)})", rows)
     results |= tell_curve(run.curve, args.total_timesteps)
     results["moa"], results["moa_by_pair"], steps = report_models(args, table)
-    lines = [["of", "", *ACTIONS], ["-"] * (len(ACTIONS) + 2)]
-    lines += [[kind, key, *(f"{share:.3f}" for share in scores[key].values())]
-              for kind, scores in results["moa"].items() for key in ("share", "recall", "recall_ceiling")]
-    log.writer.add_text("moa/recall_by_action", "\n".join(f"|{'|'.join(line)}|" for line in lines))
     drawn = os.path.join(folder, "pictures", "models_of_others.png")
     add_image(log.writer, "models_of_others", draw_models(results["moa"]).savefig, run.timesteps, drawn)
     measured += steps
@@ -1073,7 +1047,12 @@ def warm_up_world(args):
     """Learns the world model of this board from mixed games. -> WorldModel, true-game steps played for it"""
     if args.world_model_checkpoint:
         asked = f"--world-model-checkpoint {args.world_model_checkpoint}"
-        return load_world_model(args.world_model_checkpoint, asked, args.device)[0], 0
+        model, trained = load_world_model(args.world_model_checkpoint, asked, args.device)
+        for name in ("stag_reward", "hare_reward", "stag_hunters", "time_reward", "prosocial"):
+            if not trained["config"].get("data") and trained["config"][name] != getattr(args, name):
+                raise Refused(f"{flag(name)} {getattr(args, name)} does not fit {asked}, which has "
+                              f"{trained['config'][name]}")
+        return model, 0
     rows = collect(board_of(args), WORLD_STEPS, args.seed, args.device, gathered=0.8)
     torch.manual_seed(args.seed)
     model = WorldModel(args.hidden_size, common_rewards(rows["reward"]), others_pay(rows)).to(args.device)
@@ -1420,22 +1399,20 @@ class Searcher:
     def __init__(self, networks, views, told, goals):
         self.policy, self.others, self.views = networks.policy, networks.others, views
         self.length, self.many = told.shape[:2]
-        # Those who are looked at are laid out [N, L], oneself first, so the pairs [L, N-1] are turned round.
-        self.turned = torch.arange(len(goals), device=goals.device).view(self.length, -1).T.flatten()
-        others = views.tabulate(self.others.view.weight)[self.turned]
-        self.table = torch.cat([views.tabulate(self.policy.view.weight), others])  # [N * L, fact, hidden]
-        added = self.policy.view.bias + told @ self.policy.goals
-        others = (self.others.view.bias + goals @ self.others.goal)[self.turned]
-        self.added = torch.cat([added, others])  # [N * L, M, hidden]
+        first = self.policy.view, self.others.view
+        self.table = torch.cat([views.tabulate(layer.weight) for layer in first])  # [L + P, fact, hidden]
+        self.added = torch.cat([first[0].bias + told @ self.policy.goals,
+                                first[1].bias + goals @ self.others.goal])  # [L + P, M, hidden]
 
     def think(self, state):
         """-> own log-probabilities [L * M, 7], value [L * M], the others' probabilities [L * M, N-1, 7]"""
         length = self.length
-        x = self.views.look(state).unflatten(1, (length, self.many)).flatten(0, 1)  # [N * L, M, K]
+        x = self.views.look(state).unflatten(1, (length, self.many))  # [N, L, M, K]
+        x = torch.cat([x[0], x[1:].transpose(0, 1).flatten(0, 1)])  # [L + P, M, K]
         first, mask = sum_rows(x, self.table) + self.added, self.views.mask(x)
         log_probs, value = self.policy.decide(first[:length], mask[:length])
-        others = self.others.act(first[length:], mask[length:], self.turned).exp()
-        others = others.unflatten(0, (-1, length)).permute(1, 2, 0, 3)
+        others = self.others.act(first[length:], mask[length:]).exp()
+        others = others.unflatten(0, (length, -1)).transpose(1, 2)  # [L, M, N-1, 7]
         return log_probs.flatten(0, 1), value.flatten(), others.flatten(0, 1)
 
 
@@ -1812,11 +1789,8 @@ def best_steps(worth, ends, horizon):
 
 def later_catch(left, ends):
     """Whether each player goes on to catch something in its game, as far as the data tell: [N, T, B]."""
-    caught, later = torch.zeros_like(left), torch.zeros_like(left[:, 0])
-    for t in reversed(range(left.shape[1])):
-        later = left[:, t] | (~ends[:, t] & later)
-        caught[:, t] = later
-    return caught
+    caught = left.long().cumsum(1)
+    return caught.gather(1, last_steps(ends, left.shape[1])) - caught + left.long() > 0
 
 
 def gaussian_kl(mean, logvar, other_mean, other_logvar):
@@ -2029,9 +2003,9 @@ def score_models(table, real, draws=4):
     [P, T, B].
 
     -> scores beside the best that one could do, dict of [P]: top1 is the true probability of the action held
-    most likely; nan where the true ones are not known (players from files), or nobody was seen. And by
-    action, dict of [P, 7]: its share, the mean probability predicted for it, and its recall, that predicted
-    where it is taken; and where [P, 7, 7], what is predicted of all actions where each is taken
+    most likely; nan where the true ones are not known (players from files), or nobody was seen. And two
+    tables [P, 7, 7] of the share of all steps in which an action is taken (row) and another is predicted
+    (column): by the models, and by who knows the true probabilities
     """
     others, pairs = table.networks.others, table.pairs
     x = real["x"].transpose(0, 1)[pairs].flatten(1, 2)  # [P, T * B, K]
@@ -2052,13 +2026,9 @@ def score_models(table, real, draws=4):
         goal = goals_in_hindsight(table, real["x"].transpose(0, 1), real["goal_step"])["goal_mean"]
         scores["moa/belief_accuracy"] = belief_accuracy(mean, logvar, goal, weight)
     known = table.known[pairs] & (weight.sum(1) > 0)
-    taken = (truth * weight[..., None]).sum(1)  # [P, 7]
-    recall = lambda probs: (truth * probs * weight[..., None]).sum(1) / taken.clamp(min=1e-9)
-    where = (truth * weight[..., None]).mT @ predicted / taken[..., None].clamp(min=1e-9)
-    by_action = {"share": taken / taken.sum(-1, keepdim=True).clamp(min=1e-9), "where": where,
-                 "predicted": (where * taken[..., None]).sum(1) / weight.sum(1)[:, None].clamp(min=1),
-                 "recall": recall(predicted), "recall_ceiling": recall(truth)}
-    return {key: torch.where(known, value, torch.nan) for key, value in scores.items()}, by_action
+    taken = (truth * weight[..., None]).mT / weight.sum(1)[:, None, None].clamp(min=1)  # [P, 7, T * B]
+    scores = {key: torch.where(known, value, torch.nan) for key, value in scores.items()}
+    return scores, taken @ predicted, taken @ truth
 
 
 def belief_accuracy(mean, logvar, goal, weight):
@@ -2092,7 +2062,7 @@ def report_models(args, table, decisions=2_000, searches=16):
         found += int(out["present"][fresh.seats].sum())
     data = {key: torch.stack([step[key] for step in steps]) for key in ("x", "true_probs", "mean", "logvar")}
     data["seen"] = torch.stack([step["seen"] for step in steps], 1)
-    scores, by_action = score_models(fresh, data, draws=16)
+    scores, told, ceiling = score_models(fresh, data, draws=16)
     scores = {key.removeprefix("moa/"): value for key, value in scores.items()}
     finite = lambda score: None if math.isnan(score) else score
     results, rows = {}, [["others", "top-1", "ceiling", "top-3", "ceiling", "cross-entropy", "floor"]]
@@ -2100,24 +2070,22 @@ def report_models(args, table, decisions=2_000, searches=16):
     for kind, pairs in fresh.pairs_by_kind().items():
         means = {key: value[pairs].nanmean().item() for key, value in scores.items()}
         results[kind] = {key: finite(mean) for key, mean in means.items()}
-        share, named = by_action["share"][pairs], lambda values: dict(zip(ACTIONS, values))
-        told = {"share": share, "predicted": by_action["predicted"][pairs]}
-        told = {key: part.sum(0) / part.sum().clamp(min=1e-9) for key, part in told.items()}
-        for key in ("recall", "recall_ceiling"):
-            told[key] = (by_action[key][pairs] * share).sum(0) / share.sum(0).clamp(min=1e-9)
-        results[kind] |= {key: named(value.tolist()) for key, value in told.items()}
-        where = (by_action["where"][pairs] * share[..., None]).sum(0)
-        where = where / share.sum(0)[:, None].clamp(min=1e-9)
-        results[kind]["predicted_where_taken"] = named(map(named, where.tolist()))
+        where, best = told[pairs].sum(0), ceiling[pairs].sum(0)
+        share, named = where.sum(1), lambda values: dict(zip(ACTIONS, values.tolist()))
+        taken, total = share[:, None].clamp(min=1e-9), share.sum().clamp(min=1e-9)
+        results[kind] |= {"share": named(share / total), "predicted": named(where.sum(0) / total),
+                          "recall": named((where / taken).diagonal()),
+                          "recall_ceiling": named((best / taken).diagonal()),
+                          "predicted_where_taken": dict(zip(ACTIONS, map(named, where / taken)))}
         rows.append([kind, *(f"{means[key]:.3f}".replace("nan", "–") for key in columns)])
     print_table("models of others, on fresh games", rows)
     by_pair = {}
     for pair, (reader, other) in enumerate(zip(fresh.readers.tolist(), fresh.pairs.tolist())):
         loss, hits = (finite(scores[key][pair].item()) for key in ("cross_entropy", "top1"))
-        share, recall = (by_action[key][pair].tolist() for key in ("share", "recall"))
+        share, both = told[pair].sum(1).tolist(), told[pair].diagonal().tolist()
         by_pair[f"{fresh.names[reader]}_of_{fresh.names[other]}"] = {
             "loss": loss, "hits": hits,
-            "recall": {action: part for action, part, met in zip(ACTIONS, recall, share) if met > 0}}
+            "recall": {action: part / met for action, part, met in zip(ACTIONS, both, share) if met > 0}}
     return results, by_pair, played
 
 
@@ -2347,27 +2315,17 @@ def play_meetings(args, saved, seat, seed):
     rows = torch.arange(args.meetings, device=args.device)
     episode = torch.zeros_like(rows)
     answer = torch.zeros(args.meetings, args.meeting_episodes, device=args.device)
-    others, rate = table.networks.others, args.moa_learning_rate / 10
-    optimizer = torch.optim.Adam(others.parameters(), lr=rate, eps=1e-5, fused=True)
-    generator = seeded(seed, "learning", args.device)
-    returns = Returns(args.meetings, len(args.players), args.device)
-    without_goals = dataclasses.replace(args, goals="zero", buffer_size=args.meetings * args.num_steps)
-    replay = Replay(without_goals, table, None)
     while (episode < args.meeting_episodes).any():
-        real = play_steps(table, returns, args.num_steps, args.search)
-        if args.adapt_moa:
-            replay.add(real)
-            learn_others(args, others, replay, optimizer, generator)
-        for reward, over in zip(real["reward"][:, seat], real["over"]):
-            counted = episode < args.meeting_episodes
-            answer[rows, episode.clamp(max=args.meeting_episodes - 1)] += reward * counted
-            episode = episode + over
+        out = table.play(table.act(args.search))
+        counted = episode < args.meeting_episodes
+        answer[rows, episode.clamp(max=args.meeting_episodes - 1)] += out["reward"][seat] * counted
+        episode = episode + out["over"]
     return answer
 
 
 def adapt(args):
-    """A trained player among others, in each seat: policy, value and world model stay, beliefs go on within
-    and across episodes."""
+    """A trained player among others, in each seat: its networks stay, beliefs go on within and across
+    episodes."""
     args, saved = load_players(args)
     seat_players(args, saved, 1, args.seed)  # whatever is wrong with the players shows now
     run_folder(args)  # and whatever is wrong with its name
@@ -2854,11 +2812,10 @@ class OtherModel(nn.Module):
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
 
-    def act(self, first, mask, which=slice(None)):
+    def act(self, first, mask):
         """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
-        [P, M, 7]; which: the models that are asked, in this order."""
-        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
-        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
+        [P, M, 7]."""
+        return legal_log_softmax(self.action(F.relu(self.hidden(F.relu(first)))), mask)
 
 
 class CompanyModel(OtherModel):

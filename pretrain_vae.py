@@ -1553,11 +1553,10 @@ class OtherModel(nn.Module):
             return torch.zeros_like(mean), torch.full_like(mean, -math.inf)
         return mean, logvar.clamp(-10, 4)
 
-    def act(self, first, mask, which=slice(None)):
+    def act(self, first, mask):
         """First layer's outputs, of view and goal together [P, M, hidden] -> log-probabilities of the actions
-        [P, M, 7]; which: the models that are asked, in this order."""
-        dense = lambda layer, x: torch.baddbmm(layer.bias[which], x, layer.weight[which])
-        return legal_log_softmax(dense(self.action, F.relu(dense(self.hidden, F.relu(first)))), mask)
+        [P, M, 7]."""
+        return legal_log_softmax(self.action(F.relu(self.hidden(F.relu(first)))), mask)
 
 
 # ======================================================================================== game

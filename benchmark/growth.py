@@ -59,9 +59,9 @@ def searches(simulations=16, games=64, size=4, players=4):
     """A search of every player's position in games that have just begun, by the true rules."""
     flags = script.Args(players=("hop",) * players, num_envs=games, height=size, width=size)
     table, generator = script.Table(flags, games, 1), torch.Generator().manual_seed(1)
-    told = torch.randn(players, games, (players - 1) * flags.goal_dim)
     goals = torch.randn(players * (players - 1), games, flags.goal_dim)
-    state, searcher = script.ego_first(table.game.state(), table.order), script.Searcher(table.networks, table.views, told, goals)
+    searcher = script.Searcher(table.networks, table.views, table.look()["told"], goals)
+    state = script.ego_first(table.game.state(), table.order)
     return lambda: script.search(table.model, searcher, state, simulations, flags, generator), games * players * simulations
 
 

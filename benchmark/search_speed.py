@@ -118,7 +118,7 @@ def main(args):
     flags = script.Args(players=("hop",) * 4, num_envs=max(args.trees // 4, 1))
     table, many = script.Table(flags, flags.num_envs, 1), flags.num_envs
     state, generator = script.ego_first(table.game.state(), table.order), torch.Generator().manual_seed(1)
-    told, goals = torch.randn(4, many, 3 * flags.goal_dim), torch.randn(12, many, flags.goal_dim)
+    told, goals = table.look()["told"], torch.randn(12, many, flags.goal_dim)
     world = script.WorldTables(script.warm_up_world(flags)[0], flags.height, flags.width, 4)
     with torch.no_grad():
         rows = {}
@@ -126,7 +126,7 @@ def main(args):
             work = lambda: script.search(model, script.Searcher(table.networks, table.views, told, goals), state,
                                          args.simulations, flags, generator)
             rows[name] = measure(work, 4 * many * args.simulations, args.repeats)
-        inputs = table.views.num_inputs + 3 * flags.goal_dim
+        inputs = table.views.num_inputs + told.shape[-1]
         rows["mctx, the same four networks, no board"] = mctx_speed(args, flags.hidden_size, inputs)
 
         one = {name: part[..., :1] for name, part in state.items()}

@@ -582,7 +582,7 @@ def test_ceilings_are_true_where_they_are_known_and_none_elsewhere(tmp_path):
     assert table.known.tolist() == [True, True, True, False]
     real = script.play_steps(table, script.Returns(6, 4, "cpu"), 16, "none")
     script.Replay(args, table, None).add(real)
-    scores, _ = script.score_models(table, real)
+    scores, *_ = script.score_models(table, real)
     for value in scores.values():
         assert value.isnan().tolist() == [False, False, True]
     with torch.no_grad():
@@ -665,7 +665,7 @@ def test_what_a_run_shows(tmp_path, capsys, monkeypatch):
     told, tags = events.PluginTagToContent("hparams"), events.Tags()
     assert len(tags["scalars"]) <= 40 and tags["images"] == ["a_game", "models_of_others"]
     assert all(any(re.match(pattern, tag) for tag in tags["scalars"]) for pattern in script.PLOTS)
-    assert {"custom_scalars__config__", "moa/recall_by_action/text_summary"} <= set(tags["tensors"])
+    assert "custom_scalars__config__" in tags["tensors"]
     compared = HParamsPluginData.FromString(told["_hparams_/session_start_info"]).session_start_info.hparams
     assert compared["prosocial"].number_value and compared["seed"].number_value == args.seed
     assert "beta" not in compared and "players" not in compared  # as by default
@@ -737,13 +737,11 @@ def test_players_are_saved_small_and_can_play(tmp_path, capsys):
     trained = tmp_path / "trained"
     assert (trained / "players.pt").stat().st_size < 0.5 * (trained / "checkpoint.pt").stat().st_size
     (trained / "checkpoint.pt").unlink()  # not needed to play
-    for changes in ({}, {"adapt_moa": True, "num_steps": 8}):
-        args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"),
-                           meeting_episodes=3, meetings=2, runs_dir=str(tmp_path),
-                           run_name=f"adapt{len(changes)}", **changes)
-        assert script.main(args) == 0
-        results = json.loads((tmp_path / f"adapt{len(changes)}" / "results.json").read_text(encoding="utf-8"))
-        assert len(results["episodes"]) == 3 and len(results["second_half"]["seats"]) == 4
+    args = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", "nh", "random"),
+                       meeting_episodes=3, meetings=2, runs_dir=str(tmp_path), run_name="adapt")
+    assert script.main(args) == 0
+    results = json.loads((tmp_path / "adapt" / "results.json").read_text(encoding="utf-8"))
+    assert len(results["episodes"]) == 3 and len(results["second_half"]["seats"]) == 4
     guests = script.Args(mode="adapt", checkpoint=str(trained), players=("hop", "nh", f"{trained}:player_3", f"{trained}:player_2"))
     guests, saved = script.load_players(guests)
     table = script.seat_players(guests, saved, 2, 5)
@@ -942,7 +940,7 @@ def test_what_another_version_began_is_not_resumed(tmp_path):
     ({"imagined_per_real": 0.0, "clip_coef": 0.1}, "--clip-coef 0.1 means nothing with --imagined-per-real 0"),
     ({"search_model": "rules", "world_model_checkpoint": "x"}, "--world-model-checkpoint x means nothing with --search-model rules"),
     ({"mode": "watch", "checkpoint": "x", "total_timesteps": 5}, "--total-timesteps 5 means nothing with --mode watch"),
-    ({"mode": "adapt", "checkpoint": "x", "num_steps": 5}, "--num-steps 5 means nothing with --mode adapt without --adapt-moa"),
+    ({"mode": "adapt", "checkpoint": "x", "num_steps": 5}, "--num-steps 5 means nothing with --mode adapt"),
     ({"goals": "zero", "selector": "min"}, "--selector min means nothing with --goals zero"),
 ])
 def test_a_flag_that_would_be_ignored_is_refused(changes, words):
