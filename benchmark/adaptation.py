@@ -62,7 +62,8 @@ TRAINED = ("PPO PPO PPO", "HOP HOP HOP")  # in self-play, on the seeds that come
 LINE_UPS = ("ns ns ns", "nh ns random", "ns ns random", "ns nh nh", "ns random random", "nsh nsh nsh",
             "noisy-ns noisy-ns noisy-ns", "noisy-nh noisy-nh noisy-nh", *POOR, *TRAINED)
 ODD = (*(" ".join([kind] * 3) for kind in ("Alternating", "Moody", "Joiner", "Follower", "Cautious", "Wanderer", "Reader",
-                                           "Sleeper", "Shy", "Undecided", "Imitator", "Polite", "Learner")),
+                                           "Sleeper", "Shy", "Undecided", "Imitator", "Polite", "Learner", "Nearest",
+                                           "Grim", "Herd", "Late")),
        "Reciprocal nh nh", "Joiner Moody Sleeper", "Follower ns Shy")
 SPANS = {"zero-shot": slice(0, 1), "after 10": slice(10, 20), "after 50": slice(40, 50)}
 

@@ -195,3 +195,38 @@ class Learner(Odd):
         gain = (action == HUNT_HARE) + 3.0 * ((action == HUNT_STAG) & helped)  # what this step seems to pay
         self.gain = torch.where(self.own.any(1), gain, self.gain)  # who has left keeps what it went with
         return action
+
+
+class Nearest(Odd):
+    """Goes for the nearest prey, whatever it is, and hunts what it stands on."""
+
+    hunts = HUNT_STAG, HUNT_HARE
+
+    def decide(self):
+        return self.approach(self.stags | self.hares)
+
+
+class Grim(Odd):
+    """Stag, until it has seen somebody hunt a hare; from then on hare, for ever."""
+
+    def decide(self):
+        did = self.seen["actions"][:, 1:]
+        self.hare = getattr(self, "hare", torch.zeros_like(self.own[:, 0])) | (did == HUNT_HARE).any(1)
+        return self.hunt(~self.hare)
+
+
+class Herd(Odd):
+    """Goes where the most others are, and hunts what is there."""
+
+    hunts = HUNT_STAG, HUNT_HARE
+
+    def decide(self):
+        crowd = self.others.sum(2)
+        return self.approach((crowd == crowd.amax(1, keepdim=True)) & self.anybody)
+
+
+class Late(Odd):
+    """Hare in the first half of the time; who has got none by then goes for the stag."""
+
+    def decide(self):
+        return self.hunt(self.seen["step"] >= self.seen["steps_left"])

@@ -103,6 +103,38 @@ def test_the_imitator_hunts_what_others_were_seen_to_hunt():
     assert sum((action == HARE).sum() for _, action, _ in late) > sum((action == STAG).sum() for _, action, _ in late)
 
 
+def test_the_grim_one_forgives_nothing():
+    assert not any((action == HARE).any() for _, action, _ in play(["ns", "ns", "ns", "Grim"]))
+    offended = torch.zeros(32, dtype=torch.bool)
+    for seen, action, _ in play(["ns", "ns", "nh", "Grim"], steps=200):
+        offended |= (seen["actions"][:, 1:] == HARE).any(1)
+        assert not (action[offended] == STAG).any() and not (action[~offended] == HARE).any()
+    assert offended.all()
+
+
+def test_the_late_one_hunts_hares_first():
+    told = play(["ns", "ns", "nsh", "Late"], steps=200, hares=1, final_time=6)
+    early = [seen["step"] < seen["steps_left"] for seen, _, _ in told]
+    assert not any((action[now] == STAG).any() for now, (_, action, _) in zip(early, told))
+    assert not any((action[~now] == HARE).any() for now, (_, action, _) in zip(early, told))
+    assert any((action == STAG).any() for _, action, _ in told)
+
+
+def test_the_nearest_and_the_herd_go_straight():
+    """What they go to is not further off than anything else of its kind, step by step."""
+    place = lambda cells: torch.stack([torch.arange(16) // 4, torch.arange(16) % 4], 1)[cells]
+    for kind in ("Nearest", "Herd"):
+        for seen, action, _ in play(["random", "ns", "nh", kind]):
+            planes = seen["observation"].bool().flatten(1, 2)
+            crowd = planes[..., 1:4].sum(2)
+            goal = (planes[..., 5:7].any(2) if kind == "Nearest" else (crowd == crowd.amax(1, keepdim=True)) & (crowd > 0))
+            for game in (planes[..., 0].any(1) & goal.any(1) & (action < STAG)).nonzero()[:, 0].tolist():
+                own, goals = place(planes[game, :, 0].int().argmax()), place(goal[game].nonzero()[:, 0])
+                step = torch.tensor([[-1, 0], [1, 0], [0, -1], [0, 1], [0, 0]])[action[game]]
+                now, then = ((goals - where).abs().sum(1).min() for where in (own, own + step))
+                assert then == max(now - 1, 0)
+
+
 def test_the_learner_hunts_what_pays():
     """What it takes an episode to have paid is what it earned there, but that hunters with company may be too late."""
     game = script.BatchedStagHunt(64, num_players=4, seed=1, hares=9)
