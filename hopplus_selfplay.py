@@ -30,7 +30,7 @@ The run prints one moving line, then tables of returns with and without search, 
 
 Letters in shapes:
     N  players                    B  games           K  facts of a view
-    L  HOP+ players (learners)    T  steps           W  ways to play; H = 3 W hypotheses
+    L  HOP+ players (learners)    T  steps           W  ways to play; H = 4 W hypotheses
     P  = L * (N-1) pairs          M  any rows        G  numbers in a goal
 Pair l * (N-1) + k - 1 is what player l makes of the k-th player after it.
 
@@ -1391,7 +1391,7 @@ def play_steps(table, returns, num_steps, search):
 class Searcher:
     """What a search asks of the networks, for L players and M states each: [L * M] in a row.
 
-    Goals stay the same in a search: the policy is told of the others [L, M, (N-1) * (G+2)] as in a real
+    Goals stay the same in a search: the policy is told of the others [L, M, (N-1) * (G+3)] as in a real
     game, and each model of others goes by one draw of a goal [P, M, G]. So what they add to the first layers'
     outputs is computed once, and so are the tables of these layers.
     """
@@ -1584,23 +1584,23 @@ class Imagination(Saved):
 
     A partner is a type, weights of ways to play [W] (`cast`): what the warm-up's inference knew of a player
     at the end of a recorded meeting. Type and present view give its goal, the goal its action; but its hand
-    may slip: some tremble, and some do anything, like nobody on record.
-    A partner stays from episode to episode, MEETING on average, and the player's belief about it follows what
-    it does, as in real games.
+    may slip: some tremble, and some do anything, like nobody on record. And some are restless: at each step
+    they draw another type with a chance of TURN. A partner stays from episode to episode, MEETING on average,
+    and the player's belief about it follows what it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)
     """
 
     BEGINS = 0.5  # share of the drawn positions that are the begin of an episode, or more
-    saved = ("state", "memory", "types", "slips", "generator")
+    saved = ("state", "memory", "types", "slips", "turns", "generator")
 
     def __init__(self, args, table, replay):
         self.table, self.replay = table, replay
         hops = len(table.hop_seats)
         self.shape = hops, imagined_games(args, hops)  # players, games of each
         self.generator = seeded(Processes.seed(args.seed), "imagination", args.device)
-        self.state = self.memory = self.types = self.slips = None
+        self.state = self.memory = self.types = self.slips = self.turns = None
 
     @functools.cached_property
     @torch.no_grad()
@@ -1630,15 +1630,18 @@ class Imagination(Saved):
         return {name: rows(part) for name, part in state.items()}
 
     def draw_types(self):
-        """Partners for every game, should a meeting begin: their types [P, games, W], and how often the hand
-        of each slips [P, games, 1]: a trembling one in any share of the steps."""
+        """Partners for every game, should a meeting begin: their types [P, games, W], how often the hand of
+        each slips [P, games, 1], a trembling one in any share of the steps, and how often they draw another
+        type [P, games, 1]."""
         cast = self.cast[self.table.pairs]
         meeting = torch.randint(cast.shape[1], self.shape, generator=self.generator, device=cast.device)
         number = torch.rand(len(cast), self.shape[1], generator=self.generator, device=cast.device)
         others = len(cast) // self.shape[0]
         number[:, ::2] = self.table.for_pairs(number[::others, ::2])  # in every other game for all partners
-        slips = (number - SHARES[0]) / SHARES[1]
-        return take(cast, self.table.for_pairs(meeting)), slips.clamp(0, 1)[..., None]
+        number = number[..., None]  # it falls into one of the shares
+        restless = number >= 1 - SHARES[3]
+        slips = ((number - SHARES[0]) / SHARES[1]).clamp(0, 1) * ~restless
+        return take(cast, self.table.for_pairs(meeting)), slips, TURN * restless
 
     @torch.no_grad()
     def play(self, num_steps):
@@ -1647,7 +1650,8 @@ class Imagination(Saved):
         starts, nobody = self.draw_starts(num_steps), others.start(self.shape[1])
         start = lambda t: {name: part[..., t, :] for name, part in starts.items()}
         if self.state is None:
-            self.state, self.memory, (self.types, self.slips) = start(0), nobody, self.draw_types()
+            self.state, self.memory = start(0), nobody
+            self.types, self.slips, self.turns = self.draw_types()
         for t in range(num_steps):
             seen = self.think()
             policy = seen["policy"].exp()
@@ -1684,13 +1688,16 @@ class Imagination(Saved):
         return {"x": x[0], **networks(x[0], partners, self.memory), "moved": moved}
 
     def begin_again(self, over, state, nobody):
-        """Other positions where a game is over [L, games], and other partners where a meeting is."""
+        """Other positions where a game is over [L, games], other partners where a meeting is, and other types
+        where the restless turn."""
         self.state = {name: torch.where(over.flatten(), state[name], self.state[name]) for name in STATE}
-        new = over & (torch.rand(self.shape, generator=self.generator, device=over.device) < 1 / MEETING)
-        new = self.table.for_pairs(new)[..., None]  # [P, games, 1]
+        number = torch.rand(self.shape, generator=self.generator, device=over.device)
+        number, over = (self.table.for_pairs(part)[..., None] for part in (number, over))  # [P, games, 1]
+        new = over & (number < 1 / MEETING)
         self.memory = torch.where(new, nobody, self.memory)
-        types, slips = self.draw_types()
-        self.types, self.slips = torch.where(new, types, self.types), torch.where(new, slips, self.slips)
+        types, slips, turns = self.draw_types()
+        self.types = torch.where(new | (number < self.turns), types, self.types)
+        self.slips, self.turns = torch.where(new, slips, self.slips), torch.where(new, turns, self.turns)
 
 
 # ==================================================================================== learning
@@ -2723,9 +2730,10 @@ class GoalPrior(nn.Module):
         return mean, logvar.clamp(-10, 4)
 
 
-CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-SHARES = 0.8, 0.1, 0.1  # of the players whose hand is steady, trembles, and does anything
-SLIPS = 0.1, 0.5, 1.0  # how often such a hand slips, to any legal action
+CHANGE = 2e-3  # the chance that a player becomes another one, at each step
+SHARES = 0.78, 0.1, 0.1, 0.02  # of the players whose hand is steady, trembles, does anything, and is restless
+SLIPS = 0.1, 0.5, 1.0, 0.1  # how often such a hand slips, to any legal action
+TURN = 0.25  # the chance that a restless one goes another way, at each step
 
 
 class OtherModel(nn.Module):
@@ -2733,12 +2741,12 @@ class OtherModel(nn.Module):
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
-    probabilities for every view, with a hand that is steady, trembles or does anything (SLIPS). The memory
-    [P, B, H] holds the weights, of all steady ones first. After each action seen they become
-    (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
-    begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
-    (mean 0, log-variance -inf).
+    probabilities for every view, with a hand that is steady, trembles, does anything (SLIPS), or is restless
+    and goes another way now and then (TURN). The memory [P, B, H] holds the weights, of all steady ones
+    first. After each action seen they become w * p(action | view, hypothesis) / sum, then `drift`: the exact
+    posterior if a player becomes another one with a chance of CHANGE at each step, so that no past makes a
+    belief certain for ever. A goal is read from the weights of the ways and the present view. With `silent`
+    all goals are 0 (mean 0, log-variance -inf).
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -2776,11 +2784,19 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
-    def weigh(self, memory, prior, likely, change):
-        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; then
-        a player begins to play another way with a chance of `change` [P, B, 1]."""
+    def weigh(self, memory, prior, likely, seen):
+        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; of
+        those that were seen [P, B, 1] some change."""
         joint = memory * likely
-        return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
+        return self.drift(joint / joint.sum(-1, keepdim=True), prior, seen)
+
+    def drift(self, memory, prior, seen):
+        """The memory when restless hands may have gone another way, and players become others."""
+        *hands, restless = memory.split(memory.shape[-1] // len(SHARES), -1)
+        ways = prior[..., -restless.shape[-1]:]
+        ways = ways / ways.sum(-1, keepdim=True)
+        turned = torch.lerp(restless, restless.sum(-1, keepdim=True) * ways, TURN * seen)
+        return torch.lerp(torch.cat([*hands, turned], -1), prior, CHANGE * seen)
 
     def follow(self, memory, table, action, seen):
         """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, W] of
@@ -2791,7 +2807,7 @@ class OtherModel(nn.Module):
         any_legal = 1 / (table[..., :1] > -1e7).sum(0)
         likely = torch.cat([torch.lerp(taken.exp(), any_legal, slip) for slip in SLIPS], -1)
         likely, memories, prior = torch.where(seen, likely, 1.0), [memory], self.before()
-        for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
+        for step in zip(likely.unbind(1), seen.float().unbind(1)):
             memories.append(self.weigh(memories[-1], prior, *step))
         return memories, taken
 
@@ -2800,7 +2816,7 @@ class OtherModel(nn.Module):
         return self.follow(memory, table.unsqueeze(2), action[:, None], seen[:, None])[0][1]
 
     def weights(self, memory):
-        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 2]."""
+        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 3]."""
         hands = memory.unflatten(-1, (len(SLIPS), -1))
         return hands.sum(-2), hands.sum(-1)[..., 1:]
 
@@ -2840,18 +2856,18 @@ class CompanyModel(OtherModel):
         prior = super().start(num)
         return torch.cat([prior, prior / 2], -1)
 
-    def weigh(self, memory, prior, likely, change):
+    def weigh(self, memory, prior, likely, seen):
         apart, alike = memory.chunk(2, -1)
         # players of a table side by side [L, M, B, H]
-        apart, alike, prior, likely, change = (part.unflatten(0, (-1, self.together))
-                                               for part in (apart, alike, prior, likely, change))
+        apart, alike, prior, likely, seen = (part.unflatten(0, (-1, self.together))
+                                             for part in (apart, alike, prior, likely, seen))
         with torch.no_grad():  # what a hypothesis is, is learned from each player by itself
             as_one = alike * likely.prod(1, keepdim=True)
             as_many = (apart * likely).sum(-1, keepdim=True).prod(1, keepdim=True)
             as_many = as_many * (1 - alike.sum(-1, keepdim=True))
             alike = as_one / (as_one.sum(-1, keepdim=True) + as_many)
-            alike = torch.lerp(alike, prior / 2, change.amax(1, keepdim=True))
-        apart = super().weigh(apart, prior, likely, change)
+            alike = self.drift(alike, prior / 2, seen.amax(1, keepdim=True))
+        apart = super().weigh(apart, prior, likely, seen)
         return torch.cat([apart, alike], -1).flatten(0, 1)
 
     def weights(self, memory):
@@ -2897,7 +2913,7 @@ class Networks(nn.Module):
         policy, value = self.policy(own, told)
         return {"mean": mean, "logvar": logvar,  # the others' goals [P, M, G]
                 "table": table,  # [7, P, M, W]
-                "told": told,  # to the policies, the same for a whole search [L, M, (N-1) * (G+2)]
+                "told": told,  # to the policies, the same for a whole search [L, M, (N-1) * (G+3)]
                 "policy": policy, "value": value}  # log-probabilities [L, M, 7], and [L, M]
 
 

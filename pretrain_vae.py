@@ -37,7 +37,7 @@ The file from top to bottom:
 Letters in shapes:
     N players    E episodes      S players' games, one for each seat and episode    M samples, or any rows
     C cells      T steps         B games of a lesson, side by side                  J kinds of players
-    K facts      W ways to play  G numbers in a goal    H = 3 W hypotheses          L = P = 1 model
+    K facts      W ways to play  G numbers in a goal    H = 4 W hypotheses          L = P = 1 model
 A sample is one player's view and action in a step in which it is on the board.
 """
 
@@ -1468,9 +1468,10 @@ class GoalDecoder(nn.Module):
         return torch.cat(parts, -1)
 
 
-CHANGE = 2e-3  # the chance that a player begins to play another way, at each step
-SHARES = 0.8, 0.1, 0.1  # of the players whose hand is steady, trembles, and does anything
-SLIPS = 0.1, 0.5, 1.0  # how often such a hand slips, to any legal action
+CHANGE = 2e-3  # the chance that a player becomes another one, at each step
+SHARES = 0.78, 0.1, 0.1, 0.02  # of the players whose hand is steady, trembles, does anything, and is restless
+SLIPS = 0.1, 0.5, 1.0, 0.1  # how often such a hand slips, to any legal action
+TURN = 0.25  # the chance that a restless one goes another way, at each step
 
 
 class OtherModel(nn.Module):
@@ -1478,12 +1479,12 @@ class OtherModel(nn.Module):
     recognition from the past), and what it will do next, from its view and its goal (MOA).
 
     The inference weighs hypotheses as Bayes' rule does. Each is a way to play, learned here as action
-    probabilities for every view, with a hand that is steady, trembles or does anything (SLIPS). The memory
-    [P, B, H] holds the weights, of all steady ones first. After each action seen they become
-    (1 - CHANGE) * w * p(action | view, hypothesis) / sum + CHANGE * prior: the exact posterior if a player
-    begins to play another way with that chance at each step, so that no past makes a belief certain for
-    ever. A goal is read from the weights of the ways and the present view. With `silent` all goals are 0
-    (mean 0, log-variance -inf).
+    probabilities for every view, with a hand that is steady, trembles, does anything (SLIPS), or is restless
+    and goes another way now and then (TURN). The memory [P, B, H] holds the weights, of all steady ones
+    first. After each action seen they become w * p(action | view, hypothesis) / sum, then `drift`: the exact
+    posterior if a player becomes another one with a chance of CHANGE at each step, so that no past makes a
+    belief certain for ever. A goal is read from the weights of the ways and the present view. With `silent`
+    all goals are 0 (mean 0, log-variance -inf).
     """
 
     def __init__(self, num_models, views, hidden_size, goal_dim, hypotheses, seed, silent=False):
@@ -1521,11 +1522,19 @@ class OtherModel(nn.Module):
         illegal = ~self.views.mask(x).movedim(-1, 0)[..., None]
         return first, hidden, logits.masked_fill(illegal, -1e8).log_softmax(0)
 
-    def weigh(self, memory, prior, likely, change):
-        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; then
-        a player begins to play another way with a chance of `change` [P, B, 1]."""
+    def weigh(self, memory, prior, likely, seen):
+        """Bayes' rule: the memory [P, B, H] after actions that each hypothesis held so likely [P, B, H]; of
+        those that were seen [P, B, 1] some change."""
         joint = memory * likely
-        return torch.lerp(joint / joint.sum(-1, keepdim=True), prior, change)
+        return self.drift(joint / joint.sum(-1, keepdim=True), prior, seen)
+
+    def drift(self, memory, prior, seen):
+        """The memory when restless hands may have gone another way, and players become others."""
+        *hands, restless = memory.split(memory.shape[-1] // len(SHARES), -1)
+        ways = prior[..., -restless.shape[-1]:]
+        ways = ways / ways.sum(-1, keepdim=True)
+        turned = torch.lerp(restless, restless.sum(-1, keepdim=True) * ways, TURN * seen)
+        return torch.lerp(torch.cat([*hands, turned], -1), prior, CHANGE * seen)
 
     def follow(self, memory, table, action, seen):
         """`weigh` for steps in order: actions [P, T, B], which of them were seen, table [7, P, T, B, W] of
@@ -1536,12 +1545,12 @@ class OtherModel(nn.Module):
         any_legal = 1 / (table[..., :1] > -1e7).sum(0)
         likely = torch.cat([torch.lerp(taken.exp(), any_legal, slip) for slip in SLIPS], -1)
         likely, memories, prior = torch.where(seen, likely, 1.0), [memory], self.before()
-        for step in zip(likely.unbind(1), (CHANGE * seen).unbind(1)):
+        for step in zip(likely.unbind(1), seen.float().unbind(1)):
             memories.append(self.weigh(memories[-1], prior, *step))
         return memories, taken
 
     def weights(self, memory):
-        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 2]."""
+        """What a memory says: how likely each way to play is [.., W], each hand but the steady [.., 3]."""
         hands = memory.unflatten(-1, (len(SLIPS), -1))
         return hands.sum(-2), hands.sum(-1)[..., 1:]
 

@@ -43,8 +43,9 @@ RUNS = {
 }
 EDITS = {  # text of the script, and what stands in its place
     "scarce-no-slips": ("SLIPS = 0.1, ", "SLIPS = 0.0, "),
-    "scarce-none-trembles": ("SHARES = 0.8, 0.1, 0.1", "SHARES = 0.9, 1e-6, 0.1"),
-    "scarce-none-like-nobody": ("SHARES = 0.8, 0.1, 0.1", "SHARES = 0.9, 0.1, 1e-6"),
+    "scarce-none-trembles": ("SHARES = 0.78, 0.1, 0.1,", "SHARES = 0.88, 1e-6, 0.1,"),
+    "scarce-none-like-nobody": ("SHARES = 0.78, 0.1, 0.1,", "SHARES = 0.88, 0.1, 1e-6,"),
+    "scarce-none-restless": ("SHARES = 0.78, 0.1, 0.1, 0.02", "SHARES = 0.8, 0.1, 0.1, 1e-6"),
     "scarce-no-change": ("CHANGE = 2e-3", "CHANGE = 1e-5"),
     "scarce-never-alike": ("apart * (1 - alike.sum(-1, keepdim=True)) + alike", "apart"),
     "scarce-prior-learns-on": ("prior.requires_grad_(False)", "prior.requires_grad_(True)"),

@@ -174,10 +174,12 @@ def test_inference_weighs_hypotheses_by_bayes_rule(samples, args, run_of):
             likelihood = known.look(samples["x"][None, row:row + 1])[2][:, 0, 0].exp()  # [7, W]
             torch.testing.assert_close(likelihood.sum(0), torch.ones(args.hypotheses))
             of_action = likelihood[samples["action"][row]]
-            torch.testing.assert_close(likely[step, place], of_action @ sum(belief.chunk(3)), atol=1e-5, rtol=1e-3)
+            torch.testing.assert_close(likely[step, place], of_action @ sum(belief.chunk(4)), atol=1e-5, rtol=1e-3)
             legal = int((likelihood[:, 0] > 0).sum())
             counted = torch.cat([(1 - slip) * of_action + slip / legal for slip in vae.SLIPS])
             belief, clear = belief * counted / (belief * counted).sum(), clear + int((of_action < 0.02).any())
+            restless, ways = belief[-args.hypotheses:], known.prior[0, 0].softmax(-1).detach()
+            restless += vae.TURN * (restless.sum() * ways - restless)  # in place
             belief = (1 - vae.CHANGE) * belief + vae.CHANGE * before
     assert clear > 20
 
