@@ -438,9 +438,9 @@ RANGES = ((1, math.inf, AT_LEAST_1),
                     "ent_coef", "eval_episodes", "eval_policy_episodes")))
 OF_TRAINING = ("total_timesteps", "horizon", "selector", "imagined_per_real", "buffer_size",
                "warmup_meetings", "warmup_players", "vae_checkpoint", "world_model_checkpoint",
-               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "num_steps",
-               "moa_samples", "moa_learning_rate", "moa_minibatches", "eval_episodes", "eval_policy_episodes",
-               "resume", "save_every")
+               "learning_rate", "num_minibatches", "update_epochs", "clip_coef", "ent_coef", "num_envs",
+               "num_steps", "moa_samples", "moa_learning_rate", "moa_minibatches", "eval_episodes",
+               "eval_policy_episodes", "resume", "save_every")
 OF_MEETINGS = ("meeting_episodes", "meetings")
 
 
@@ -452,7 +452,7 @@ def ignored_flags(args):
         ("--mode adapt", args.mode == "adapt", OF_TRAINING + ("keys",)),
         ("--mode watch", args.mode == "watch", ("keys",)),
         (f"--mode {args.mode}", args.mode in ("watch", "play"),
-         OF_TRAINING + OF_MEETINGS + ("num_envs", "runs_dir", "run_name")),
+         OF_TRAINING + OF_MEETINGS + ("runs_dir", "run_name")),
         ("--search none", unsearched, ("num_simulations", "num_trees", "beta", "eval_episodes")),
         ("--search none --imagined-per-real 0", unsearched and unimagined,
          ("search_model", "world_model_checkpoint")),
@@ -651,10 +651,11 @@ class Run(Saved):
         self.networks, record, self.world = self.table.networks, None, None
         learned = args.search_model == "learned"
         if checkpoint is None:
-            record, last = record_meetings(args), Processes.size - 1
-            if not Processes.rank:  # of several processes one learns goals, meanwhile another the world
-                warm_up_goals(args, self.table, record)
+            last = Processes.size - 1  # of several processes this one learns the world, meanwhile 0 goals
             made = warm_up_world(args) if learned and Processes.rank == last else (None, 0)
+            record = record_meetings(args)
+            if not Processes.rank:
+                warm_up_goals(args, self.table, record)
             self.world, steps = Processes.share(made, last)
             self.networks.load_state_dict(Processes.share(self.networks.state_dict()))
             self.table.meet_anew(1)  # with the prior that the warm-up leaves
@@ -705,7 +706,7 @@ def main(args):
 
 def train(args):
     checkpoint = load_run(args)
-    if checkpoint is None:
+    if args.resume is None:
         run_folder(args)  # whatever is wrong with its name shows now
     run = Run(args, checkpoint)
     if run.timesteps >= args.total_timesteps and os.path.isfile(f"{args.resume}/results.json"):
@@ -1585,8 +1586,8 @@ class Imagination(Saved):
     A partner is a type, weights of ways to play [W] (`cast`): what the warm-up's inference knew of a player
     at the end of a recorded meeting. Type and present view give its goal, the goal its action; but its hand
     may slip: some tremble, and some do anything, like nobody on record. And some are restless: at each step
-    they draw another type with a chance of TURN. A partner stays from episode to episode, MEETING on average,
-    and the player's belief about it follows what it does, as in real games.
+    they draw types anew with a chance of TURN, those of a game together. A partner stays from episode to
+    episode, MEETING on average, and the player's belief about it follows what it does, as in real games.
 
     (Models that self-play trains come to expect that whoever stands on the stag hunts it; one such hunt in
     twenty games makes waiting among hare hunters look worth while. So they move nobody here.)

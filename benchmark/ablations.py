@@ -42,7 +42,7 @@ RUNS = {
     "scarce-no-prize-floor": f"{SCARCE} --prize-floor inf",
 }
 EDITS = {  # text of the script, and what stands in its place
-    "scarce-no-slips": ("SLIPS = 0.1, ", "SLIPS = 0.0, "),
+    "scarce-no-slips": ("SLIPS = 0.1, 0.5, 1.0, 0.1", "SLIPS = 0.0, 0.5, 1.0, 0.0"),
     "scarce-none-trembles": ("SHARES = 0.78, 0.1, 0.1,", "SHARES = 0.88, 1e-6, 0.1,"),
     "scarce-none-like-nobody": ("SHARES = 0.78, 0.1, 0.1,", "SHARES = 0.88, 0.1, 1e-6,"),
     "scarce-none-restless": ("SHARES = 0.78, 0.1, 0.1, 0.02", "SHARES = 0.8, 0.1, 0.1, 1e-6"),

@@ -101,7 +101,7 @@ class Joiner(Odd):
 
 
 class Follower(Odd):
-    """Goes where the next player goes, and hunts with it."""
+    """Goes where the next player goes, and hunts what it steps on."""
 
     hunts = HUNT_STAG, HUNT_HARE
 
@@ -207,16 +207,16 @@ class Nearest(Odd):
 
 
 class Grim(Odd):
-    """Stag, until it has seen somebody hunt a hare; from then on hare, for ever."""
+    """Stag, until it has seen somebody hunt a hare; from then on hare, for ever, also in the episodes to come."""
 
     def decide(self):
         did = self.seen["actions"][:, 1:]
-        self.hare = getattr(self, "hare", torch.zeros_like(self.own[:, 0])) | (did == HUNT_HARE).any(1)
+        self.hare = getattr(self, "hare", torch.zeros_like(self.own[:, 0])) | (did == HUNT_HARE).any(1) & self.own.any(1)
         return self.hunt(~self.hare)
 
 
 class Herd(Odd):
-    """Goes where the most others are, and hunts what is there."""
+    """Goes where the most others are, and hunts what it steps on."""
 
     hunts = HUNT_STAG, HUNT_HARE
 

@@ -220,7 +220,7 @@ def test_hopplus_with_other_flags_and_among_strangers(gpu, tmp_path):
     flags = dict(search_model="rules", goals="zero", prosocial=True, dynamic_final_time=True)
     run(hopplus_selfplay, tmp_path, "run", **{**HOP, "horizon": hopplus_selfplay.Args.horizon}, **flags,
         search="one-step", prize_floor=math.inf, players=("hop", "ns", "mix:nh,random", "hop"))
-    few = dict(device="cuda", num_envs=4, meetings=2, meeting_episodes=2, final_time=5, hidden_size=8, vae_size=8)
+    few = dict(device="cuda", meetings=2, meeting_episodes=2, final_time=5, hidden_size=8, vae_size=8)
     run(hopplus_selfplay, tmp_path, "meets", mode="adapt", checkpoint=str(tmp_path / "run"),
         players=("hop", "nh", "nh", "nh"), **few, **flags)
 

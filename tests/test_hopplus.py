@@ -927,6 +927,12 @@ def test_any_version_with_the_same_flags_is_resumed(tmp_path, version):
     assert script.resolve_flags(script.Args(resume=str(tmp_path))).beta == 3.0
 
 
+def test_a_run_left_before_its_first_checkpoint_begins_anew(tmp_path, capsys):
+    folder = script.open_run(flags(tmp_path, run_name="left"))
+    assert script.main(script.Args(resume=folder)) == 0
+    assert "it begins anew" in capsys.readouterr().out and (tmp_path / "left" / "results.json").is_file()
+
+
 def test_a_state_of_another_form_is_not_resumed(tmp_path):
     args = flags(tmp_path, resume="x")
     state = script.Run(flags(tmp_path)).state_dict()
@@ -1055,15 +1061,16 @@ def test_hands_are_known_by_what_they_do():
 def test_beliefs_about_a_table_are_bayes_rule(monkeypatch, change, mean, most):
     """Against a chain of all that a table of three may be: 8 states in which all play one of two ways with one of
     four hands, 512 in which each plays its own way with a hand of its own. Who is alike changes at once, and as
-    likely turns to itself; each by itself changes, or all turn alike. Who is restless goes another way, all that are
-    alike the same. Without change the rule is exact, with today's chance of change nearly so."""
+    likely turns to itself; each by itself changes, or all turn alike. Who is restless goes another way when it is
+    seen, all that are alike the same when anybody is. Without change the rule is exact, with today's chance of change
+    nearly so."""
     monkeypatch.setattr(script, "CHANGE", change)
     torch.manual_seed(0)
     games, steps = 40, 30
     model = script.CompanyModel(3, 3, script.Views(4, 4, 4, 35), 16, 4, 2, 1, silent=False)
     model.prior.data[:] = torch.tensor([0.3, -0.5])
     prior = model.before()[0, 0].detach().double()
-    tables, seen = (2 * torch.randn(7, 3, steps, games, 2)).log_softmax(0), torch.ones(3, steps, games, dtype=torch.bool)
+    tables, seen = (2 * torch.randn(7, 3, steps, games, 2)).log_softmax(0), torch.rand(3, steps, games) < (1 if change else 0.7)
     way = torch.randint(2, (3, games)) * torch.tensor([1, 0] * (games // 2))  # at half of the tables all play the first way
     played = tables.exp().gather(-1, way[None, :, None, :, None].expand(7, -1, steps, -1, 1))[..., 0].movedim(0, -1)
     action = script.sample_actions(played, torch.Generator().manual_seed(1))
@@ -1079,9 +1086,8 @@ def test_beliefs_about_a_table_are_bayes_rule(monkeypatch, change, mean, most):
     move[range(8), [8 + number * 73 for number in range(8)]] += change / 2  # where all three play the same
     turned = (1 - change) * (each[:, None] == each) + change * prior[each]
     move[8:, 8:] = (1 - change / 2) * turned.prod(2)
-    restless = torch.eye(8, dtype=torch.float64)
-    restless[6:, 6:] = (1 - script.TURN) * torch.eye(2) + script.TURN * prior[6:] / prior[6:].sum()
-    move = torch.block_diag(restless, torch.kron(torch.kron(restless, restless), restless)) @ move
+    turns = torch.eye(8, dtype=torch.float64).repeat(2, 1, 1)  # whether it was seen, before, after
+    turns[1, 6:, 6:] = (1 - script.TURN) * torch.eye(2) + script.TURN * prior[6:] / prior[6:].sum()
     assert torch.allclose(move.sum(1), torch.ones(520, dtype=torch.float64))
     plays = torch.cat([torch.arange(8).expand(3, -1), each.T], 1)  # [3, 520]
     truths = torch.stack([plays % 2 == 0, plays % 2 == 1, *(plays // 2 == hand for hand in (1, 2, 3))])  # as in `found`
@@ -1089,9 +1095,12 @@ def test_beliefs_about_a_table_are_bayes_rule(monkeypatch, change, mean, most):
     for game in range(games):
         state = begin.clone()
         for t in range(steps):
-            chance = likely[:, t, game]  # [3, 8]
+            chance, saw = likely[:, t, game], seen[:, t, game].long()  # [3, 8], [3]
+            chance = torch.where(saw[:, None] > 0, chance, 1.0)
             state *= torch.cat([chance.prod(0), chance[torch.arange(3), each].prod(1)])
-            state = state / state.sum() @ move
+            state /= state.sum()
+            many = torch.einsum("abc,ai,bj,ck->ijk", state[8:].view(8, 8, 8), *turns[saw])  # each turns by itself
+            state = torch.cat([state[:8] @ turns[saw.amax()], many.flatten()]) @ move
             apart[game] = max(apart[game], (found[t, :, game] - (truths * state).sum(-1).T).abs().max())
     assert apart.mean() < mean and apart.max() < most, (apart.mean(), apart.max())
 

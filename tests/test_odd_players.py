@@ -107,7 +107,8 @@ def test_the_grim_one_forgives_nothing():
     assert not any((action == HARE).any() for _, action, _ in play(["ns", "ns", "ns", "Grim"]))
     offended = torch.zeros(32, dtype=torch.bool)
     for seen, action, _ in play(["ns", "ns", "nh", "Grim"], steps=200):
-        offended |= (seen["actions"][:, 1:] == HARE).any(1)
+        here = seen["observation"][..., 0].bool().flatten(1).any(1)  # who has left sees nothing
+        offended |= (seen["actions"][:, 1:] == HARE).any(1) & here
         assert not (action[offended] == STAG).any() and not (action[~offended] == HARE).any()
     assert offended.all()
 
@@ -126,7 +127,8 @@ def test_the_nearest_and_the_herd_go_straight():
     for kind in ("Nearest", "Herd"):
         for seen, action, _ in play(["random", "ns", "nh", kind]):
             planes = seen["observation"].bool().flatten(1, 2)
-            crowd = planes[..., 1:4].sum(2)
+            crowd, on_prey = planes[..., 1:4].sum(2), (planes[..., 0] & planes[..., 5:7].any(2)).any(1)
+            assert (action[on_prey] >= STAG).all() and not (action[~on_prey] >= STAG).any()
             goal = (planes[..., 5:7].any(2) if kind == "Nearest" else (crowd == crowd.amax(1, keepdim=True)) & (crowd > 0))
             for game in (planes[..., 0].any(1) & goal.any(1) & (action < STAG)).nonzero()[:, 0].tolist():
                 own, goals = place(planes[game, :, 0].int().argmax()), place(goal[game].nonzero()[:, 0])

@@ -179,7 +179,7 @@ def test_a_world_model_of_another_game_is_refused(trials, tmp_path, of):
     import hopplus_selfplay as hop
 
     world, _ = resilience.reference(trials, of)
-    args = hop.Args(world_model_checkpoint=world, stag_reward=100.0, runs_dir=str(tmp_path), run_name="x")
+    args = hop.Args(world_model_checkpoint=world, stag_reward=100.0, runs_dir=str(tmp_path), run_name="x", warmup_meetings=2)
     with pytest.raises(hop.Refused, match="--stag-reward 100.0 does not fit --world-model-checkpoint .* which has 10.0"):
         hop.main(args)
     assert hop.warm_up_world(dataclasses.replace(args, stag_reward=10.0))[1] == 0
