@@ -127,7 +127,7 @@ def test_search_equals_the_slow_one_node_for_node(monkeypatch, tmp_path, floor):
                  beta=2.4, gamma=0.97)
     table = table_of(args, 12, 3)
     state = script.ego_first(table.game.state(), table.order)
-    told, goals = torch.randn(1, 12, 2 * (args.goal_dim + 2)), torch.randn(2, 12, args.goal_dim)
+    told, goals = torch.randn(1, 12, 2 * (args.goal_dim + len(script.SHARES) - 1)), torch.randn(2, 12, args.goal_dim)
     searcher = script.Searcher(table.networks, table.views, told, goals)
     draws, drawn, rand, expand = [], [], torch.rand, script.expand
     monkeypatch.setattr(script.torch, "rand", lambda *shape, **kw: drawn.append(rand(*shape, **kw)) or drawn[-1])
@@ -160,7 +160,7 @@ def test_the_searcher_answers_as_the_networks_do(tmp_path):
         table.game.advance(torch.randint(7, (7, 3), generator=torch.Generator().manual_seed(1)))
     state = script.ego_first(table.game.state(), table.order)
     x = table.views.look(state).unflatten(1, (2, 7))  # [3, 2, 7, K]
-    told, goals = torch.randn(2, 7, 2 * (args.goal_dim + 2)), torch.randn(4, 7, args.goal_dim)
+    told, goals = torch.randn(2, 7, 2 * (args.goal_dim + len(script.SHARES) - 1)), torch.randn(4, 7, args.goal_dim)
     with torch.no_grad():
         log_probs, value, others = script.Searcher(table.networks, table.views, told, goals).think(state)
         expected, expected_value = table.networks.policy(x[0], told)
@@ -207,7 +207,7 @@ def test_the_best_action_is_found_as_simulations_grow(tmp_path, monkeypatch):
     known = {}
     exact = torch.tensor([exact_values(table.model, table.views, one, 0.9, known) for one in alone])
     best, share = exact.amax(1), []
-    searcher = script.Searcher(table.networks, table.views, torch.zeros(1, 16, args.goal_dim + 2), torch.zeros(1, 16, args.goal_dim))
+    searcher = script.Searcher(table.networks, table.views, torch.zeros(1, 16, args.goal_dim + len(script.SHARES) - 1), torch.zeros(1, 16, args.goal_dim))
     for simulations in (4, 64, 1024):
         visits, totals, _ = script.search(table.model, searcher, state, simulations, args, torch.Generator().manual_seed(1))
         picked = torch.where(visits > 0, totals / visits, -math.inf).argmax(1, keepdim=True)
