@@ -1640,7 +1640,7 @@ class Imagination(Saved):
         others = len(cast) // self.shape[0]
         number[:, ::2] = self.table.for_pairs(number[::others, ::2])  # in every other game for all partners
         number = number[..., None]  # it falls into one of the shares
-        restless = number >= 1 - SHARES[3]
+        restless = number >= 1 - SHARES[-1]
         slips = ((number - SHARES[0]) / SHARES[1]).clamp(0, 1) * ~restless
         return take(cast, self.table.for_pairs(meeting)), slips, TURN * restless
 
@@ -2793,7 +2793,7 @@ class OtherModel(nn.Module):
 
     def drift(self, memory, prior, seen):
         """The memory when restless hands may have gone another way, and players become others."""
-        *hands, restless = memory.split(memory.shape[-1] // len(SHARES), -1)
+        *hands, restless = memory.split(memory.shape[-1] // len(SLIPS), -1)
         ways = prior[..., -restless.shape[-1]:]
         ways = ways / ways.sum(-1, keepdim=True)
         turned = torch.lerp(restless, restless.sum(-1, keepdim=True) * ways, TURN * seen)

@@ -1530,7 +1530,7 @@ class OtherModel(nn.Module):
 
     def drift(self, memory, prior, seen):
         """The memory when restless hands may have gone another way, and players become others."""
-        *hands, restless = memory.split(memory.shape[-1] // len(SHARES), -1)
+        *hands, restless = memory.split(memory.shape[-1] // len(SLIPS), -1)
         ways = prior[..., -restless.shape[-1]:]
         ways = ways / ways.sum(-1, keepdim=True)
         turned = torch.lerp(restless, restless.sum(-1, keepdim=True) * ways, TURN * seen)
